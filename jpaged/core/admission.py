@@ -60,7 +60,8 @@ class Admission:
         # counters at that time, and the cached prefix of the sequence.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The cached refusal of `would_fit_after_preemption`, with the same contents.
+        # The cached refusal of `would_fit_after_preemption`: sequence and counters, and cached
+        # prefix.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
@@ -188,8 +189,8 @@ class Admission:
             first = request.live_sequences[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            # Look up only the prompt's first block: if this block is not cached, no longer prefix
-            # is.
+            # Look up only the prompt's first block. If it is not cached, no prefix of the prompt is
+            # cached.
             max_prefix_tokens = min(manager.block_size, _max_prefix_tokens(request))
             is_cached = not first.block_table and manager.find_prefix(first, max_prefix_tokens)
             if is_cached or not manager.can_admit(first, num_blocks):
@@ -215,13 +216,14 @@ def _max_prefix_tokens(request: Request) -> int:
 
 
 def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> int:
-    """Check a new request, and return the maximum number of tokens of each of its sequences.
+    """Check a new request, and return the maximum length of its sequences in tokens.
 
     Returns:
         Prompt length plus `max_tokens`, limited by `max_model_len`.
 
     Raises:
-        ValueError: The request is invalid, or could not run to its end even alone in the pool.
+        ValueError: The request is invalid, or the pool is too small for it even without other
+            requests.
     """
     name, prompt = f"request {request.request_id!r}", request.sequences[0].num_prompt_tokens
     if request.priority and not config.has_priorities:

@@ -85,7 +85,7 @@ class BeamSearch:
             raise ValueError(
                 f'early_stopping={self.early_stopping!r} must be True, False or "never"'
             )
-        # Convert NumPy numbers, and copy the set in case the caller changes it later.
+        # Convert NumPy numbers to ints, and copy the set, because the caller may change it later.
         self.width, self.length_penalty = int(width), float(penalty)
         self.end_token_ids = frozenset(self.end_token_ids)
 

@@ -261,7 +261,7 @@ class BlockManager:
         """Return the blocks of the sequence's longest cached prefix.
 
         Args:
-            sequence: Sequence whose known tokens are looked up.
+            sequence: Sequence whose tokens are looked up.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
                 a step must compute at least one token to sample from. The prefix is never longer
                 than `sequence.max_cached_tokens`.
@@ -298,7 +298,7 @@ class BlockManager:
         Args:
             cache_entries: Cache entries of the earlier prefix. Evicted entries at the end of the
                 list are removed.
-            sequence: Sequence whose known tokens are looked up.
+            sequence: Sequence whose tokens are looked up.
             max_tokens: Maximum length of the prefix.
         """
         cache, tokens, limit = self.prefix_cache, sequence.token_ids, sequence.max_cached_tokens

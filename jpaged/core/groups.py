@@ -166,7 +166,7 @@ def _continue_beams(
 
 
 def _make_child(parent: Sequence) -> Sequence:
-    """Return a copy of `parent` without device blocks, which `_fork_blocks` adds."""
+    """Return a copy of `parent` without its device blocks. `_fork_blocks` adds blocks later."""
     return Sequence(
         next(parent.request.seq_id_counter),
         list(parent.token_ids),

@@ -151,7 +151,7 @@ class StepPlan:
 
         After a preemption, recomputed output tokens count as prompt tokens.
         """
-        if self.is_decode:  # in a decode step, each row samples one token
+        if self.is_decode:  # each row of a decode step samples one token
             return self.num_tokens
         joined = (s for s in self.scheduled if s.start < s.sequence.num_admitted_tokens)
         return self.num_tokens + sum(s.is_sampled for s in joined)

@@ -236,7 +236,7 @@ class Scheduler:
         self._failed.clear()
         self._num_planned += 1
         if step.planning_errors:
-            # An error may end a single request only while the shared state is intact.
+            # A request has failed: check that the state of all other requests is intact.
             self.check_integrity()
         return plan
 
@@ -331,7 +331,7 @@ class Scheduler:
         )
         failed, self._failed = self._failed, []
         if not all(isinstance(error, NoTokenError) for _, error in failed):
-            # An error may end a single request only while the shared state is intact.
+            # A request has failed: check that the state of all other requests is intact.
             self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
@@ -370,7 +370,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # a preemption resets this number to 0
+                if sequence.num_computed_tokens:  # the number stays 0 after a preemption
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -811,5 +811,5 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # a preemption resets this number to 0
+    if sequence.num_computed_tokens:  # the number stays 0 after a preemption
         sequence.num_computed_tokens += num_tokens - 1

@@ -21,7 +21,7 @@ from jpaged.core.request import Request, RequestStatus, SwapEntry
 
 
 class PreemptionMode(StrEnum):
-    """Method that restores the KV of a preempted group of sequences."""
+    """Strategy for restoring the KV of a preempted group of sequences."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -61,7 +61,7 @@ class PreemptionPolicy:
     """Options of preemption.
 
     Attributes:
-        mode: Method that restores the KV of preempted groups.
+        mode: Strategy for restoring the KV of preempted groups.
         num_host_blocks: Maximum number of blocks in host memory.
         costs: Measured costs, which `PreemptionMode.AUTO` needs.
     """
@@ -166,8 +166,8 @@ class SwapSpace:
         ]
         num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
         partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
-        # If several sequences share a partly filled block, all of these sequences except one need a
-        # copy of the block.
+        # If n sequences share a partly filled block, n - 1 of these sequences need a copy of the
+        # block.
         num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})
         return GroupFit(hits, num_needed + num_copies)
 
@@ -185,7 +185,8 @@ class SwapSpace:
             e: block.block_id for e, block in _cached_host_blocks(request, hits).items()
         }
         held = list(block_ids_by_index.values())
-        # Take references to the cached blocks first: `allocate` could reuse them otherwise.
+        # Take references to the cached blocks first. Otherwise, `allocate` could reuse these
+        # blocks.
         pool.touch(held)
         copied = sorted(_host_block_indices(request) - block_ids_by_index.keys())
         fresh = pool.allocate(len(copied))
