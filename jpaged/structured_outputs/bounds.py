@@ -122,11 +122,12 @@ TRIAL_TOKENS = 24
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
-    # This amount of fuel is enough for about 4 ms of CPU time.
+    # 50,000 units of fuel are enough for about 4 ms of CPU time.
     "step_lexer_fuel": 50_000,
-    # llguidance processes this number of items in less than 1 ms.
+    # llguidance processes 5,000 items in less than 1 ms.
     "step_max_items": 5_000,
-    # This number of items takes about 6 ms per token. The time is quadratic in the number.
+    # At this number of items, a token takes about 6 ms. The time is quadratic in the number of
+    # items.
     "max_items_in_row": 600,
     # A lexer state takes about 560 bytes. `Matcher` replaces a lexer that reaches this limit.
     "max_lexer_states": 32_768,

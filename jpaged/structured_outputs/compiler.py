@@ -127,7 +127,8 @@ class GrammarCompiler:
         vocab_size: Width of the logits. Token ids that the tokenizer does not have are never
             allowed.
         eos_token_ids: The model's end tokens.
-        stack_bytes: Stack size of the compiling threads: llguidance compiles recursively.
+        stack_bytes: Stack size of the compiling threads. llguidance compiles recursively, so it
+            needs a large stack.
         max_cached: Maximum number of compiled grammars in the cache.
 
     Attributes:
@@ -379,7 +380,7 @@ class GrammarCompiler:
 
 
 def _release_when_idle(compiler_ref: "weakref.ref[GrammarCompiler]") -> None:
-    """Wait until no grammar is in use, then release all; return early without a compiler."""
+    """Wait until no grammar is in use, then release all of them. Stop if `compiler_ref` is dead."""
     while (compiler := compiler_ref()) is not None and not compiler.release_if_idle():
         del compiler
         time.sleep(bounds.LEXER_IDLE_S / 4)

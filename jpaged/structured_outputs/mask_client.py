@@ -176,10 +176,11 @@ class MaskWorkerClient:
         self._settings = MaskWorkerSettings(str(folder), vocab_size, eos_token_ids, capacity, width)
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
-        self._is_stalled = False  # whether the worker has been silent since a step timed out
-        # A MaskMemory, or None before the first grammar.
+        # Whether the worker has been silent since a step timed out.
+        self._is_stalled = False
+        # A `MaskMemory`; None before the first grammar.
         self._memory: Any = None
-        # A _WorkerProcess, or None while no worker runs.
+        # A `_WorkerProcess`; None while no worker runs.
         self._worker: Any = None
         # Memory indices below `_num_used_indices` have been used at some time. `_free_indices` is a
         # heap of those that are free again.
@@ -467,7 +468,8 @@ class MaskWorkerClient:
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
         """Wait until `is_done()` or `give_up()`. If the worker ends, no answer stays pending."""
-        if self._is_stalled:  # read reports here, because the loop below may end before it does
+        # Read the worker's reports, because the loop below may end without reading any.
+        if self._is_stalled:
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
@@ -590,6 +592,7 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
     """
     try:
         found = tokens().tobytes()
-    except BaseException:  # the engine gets the same error when it reads the step
+    # The engine gets the same error when it reads the step, and handles it there.
+    except BaseException:
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
     return encode_message(MaskMessageKind.TOKENS, where.tobytes(), found, count=where.shape[1])

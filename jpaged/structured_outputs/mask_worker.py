@@ -626,8 +626,8 @@ def main(sock: socket.socket, fd: str) -> None:
         fd: File descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore SIGTERM, which the engine handles
-    # Watch the parent in another thread, because libraries may block this thread.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Watch the parent in another thread: libraries may block this thread.
     exit_with_parent(sock)
     sys.setswitchinterval(0.0005)  # masks wait less for the GIL, which compiling threads hold
     with suppress(OSError):  # if memory runs out, Linux should kill this process and not the engine

@@ -47,7 +47,7 @@ class GrammarError(RequestError):
 
 
 def spec_error(spec: StructuredOutputs, words: str) -> GrammarError:
-    """Return an error which says that a specification cannot be enforced, and why: `words`."""
+    """Return the error that a specification cannot be enforced. `words` gives the reason."""
     words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_REPLACEMENT)
     reason = " ".join(words.split())[:300]
     return GrammarError(f"structured_outputs.{spec.kind}", f"cannot be enforced: {reason}")

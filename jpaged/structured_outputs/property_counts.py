@@ -68,14 +68,15 @@ class PropertyCount:
             schema: The schema that was passed to `from_schema`.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
-        if self._is_bounded:  # one case for each allowed set of optional properties
+        if self._is_bounded:  # yield one case for each allowed set of optional properties
             for size in self._sizes:
                 for names in combinations(self.optional_names, size):
                     yield self._case(names, self.optional_names) | (
                         counts if self.allows_other_names else {}
                     )
             return
-        # One case for each choice of the first `min_optional` optional properties of an object.
+        # Yield one case for each choice of the first `min_optional` optional properties that an
+        # object has.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
@@ -91,7 +92,7 @@ class PropertyCount:
 
     @property
     def _sizes(self) -> range:
-        """Allowed numbers of properties from `optional_names` in an object."""
+        """Allowed numbers of optional properties in an object."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,
