@@ -229,7 +229,8 @@ class GemmRecord(msgspec.Struct, frozen=True):
     """XLA's measurements of matrix products on one kind of device.
 
     Attributes:
-        rows: Measured numbers of rows by model. The keys are results of `weights_digest`.
+        rows: For each model, the row counts whose matrix products were measured. The keys are
+            results of `weights_digest`.
         results: Contents of XLA's files of measurements, by path in XLA's folder. In JSON, the
             contents are base64.
     """

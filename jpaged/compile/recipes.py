@@ -221,7 +221,7 @@ for _kind in (KVState, LayerKV, RowTokens, SampleInputs, SampledTokens, Sampling
 
 
 class Recipes:
-    """Recipes of all programs of an engine: every step in `PROGRAMS` with all its keys.
+    """Recipes of all programs of an engine: one for each step in `PROGRAMS` and key of the step.
 
     Args:
         split: The model, or its shapes.

@@ -137,7 +137,7 @@ class Sizing:
         loaded = per_device_bytes([it for it in split.leaves if isinstance(it, jax.Array)])
         limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
-        if self._weight_bytes > self._max_bytes:  # check before any weights are loaded
+        if self._weight_bytes > self._max_bytes:  # fail before any weights are loaded
             can_split = self._device_limit is not None and isinstance(model, ModelConfig)
             more = ", or more devices (tensor_parallel_size)" if can_split else ""
             raise ValueError(

@@ -498,8 +498,8 @@ def _has_writable_cache() -> bool:
 def _json_settings() -> dict[str, Any]:
     """Return the settings of JAX that can be represented in JSON, including settings of caches.
 
-    If one of the other settings differs in a worker, its `dependency_digest` differs, and the
-    worker refuses the job.
+    If a worker has another value of a setting that is not returned, the worker's
+    `dependency_digest` differs, and the worker refuses the job.
     """
     caches = {name: value for name, value in jax.config.values.items() if "cache" in name}
     plain = (bool, int, float, str, type(None))
