@@ -110,7 +110,7 @@ class _SequenceSnapshot:
     last_block: int = 0
     num_registered: int = 0
     num_computed: int = 0
-    num_read: int = 0  # number of tokens that were computed and read by the host
+    num_read: int = 0  # number of computed tokens whose ids the host has read
     status: str = ""
     num_host_blocks: int = 0
 
@@ -188,7 +188,7 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        # The pool appends freed blocks to the queue, except blocks without content, which it puts
+        # The pool appends freed blocks to the free queue, but puts freed blocks without content
         # first.
         queue = pool.free_block_queue
         return {*islice(reversed(queue), num_blocks_freed), *islice(queue, num_blocks_freed)}

@@ -22,7 +22,7 @@ class BlockState(StrEnum):
     """State of a block in the pool. Every block has exactly one state."""
 
     FREE = "free"
-    USED = "used"  # held by a sequence or a pin
+    USED = "used"  # a sequence or a pin holds the block
     CACHED = "cached"  # free, but the prefix cache keeps the content until the block is reused
 
 
