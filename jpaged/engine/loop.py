@@ -131,7 +131,7 @@ class EngineLoop:
         self.check_alive()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        # Otherwise, first sample the step that an interrupted call has launched.
+        # Launch new steps, unless an interrupted call has left a step that must be sampled first.
         if self._unsampled_step is None:
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
@@ -149,8 +149,8 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            # No request is left, but later steps may be in flight. Read them, because their blocks
-            # are freed only then.
+            # No request is left, but steps may still be in flight. Read these steps, because their
+            # blocks are freed only after that.
             self.drain()
         return ended
 
