@@ -64,8 +64,7 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
     if own.value_type is bool:
         return Meta(description=description)
     if own.value_type is int:
-        # msgspec accepts no bound of more than 63 bits. Only `seed` has larger bounds, so omit
-        # these.
+        # msgspec accepts only bounds of at most 63 bits. Only the bounds of `seed` are larger.
         high = min(own.high or own.server_max or _MAX_INT32, _MAX_INT64)
         return Meta(ge=own.low, le=high, description=description)
     high = _MAX_FLOAT if own.high is None else own.high
@@ -671,7 +670,7 @@ def _describe_schema(schema: OpenApiSchema) -> str:
     if "enum" in schema:
         return " or ".join(map(format_value, schema["enum"])) + note
     words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
-    if "maximum" in schema:  # in these bodies, every number has a maximum
+    if "maximum" in schema:  # every numeric field of a request body has a maximum
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"

@@ -285,7 +285,7 @@ class ChoicesGeneration(Generation):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _finish_fields(self, delta: TextDelta) -> JsonObject:
-        """Return the finish fields of a choice and, if requested, its token ids."""
+        """Return the fields that say why an answer ended and, if requested, its token ids."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._api_request.return_token_ids:
             ending["token_ids"] = list(delta.token_ids)

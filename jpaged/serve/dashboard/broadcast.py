@@ -71,7 +71,8 @@ PAGE_PATHS = frozenset(
 class ViewerState(Enum):
     """State of a viewer in the stream of pool diffs."""
 
-    BEHIND = auto()  # new viewer, or viewer whose diffs were dropped; it has read nothing since
+    # The viewer is new, or its diffs were dropped and it has not tried to read again.
+    BEHIND = auto()
     WAITING = auto()  # the viewer waits to read, and needs a snapshot first
     FOLLOWING = auto()  # the viewer has a snapshot, and gets all later diffs
 

@@ -84,7 +84,8 @@ _SCALAR_TYPES = frozenset({int, float, bool, str, type(None)})
 _VALUE_COUNTS = np.zeros(256, np.uint8)
 _VALUE_COUNTS[list(b",:")] = 1
 _VALUE_COUNTS[list(b'".')] = 3
-_VALUE_COUNTS[list(b"[{")] = 4  # 3, plus 1 for the first item, which has no comma before it
+# 3, plus 1 for the first item of the array or object, which has no comma before it.
+_VALUE_COUNTS[list(b"[{")] = 4
 
 
 class BodyReader:

@@ -132,7 +132,8 @@ class Lifecycle:
                 log_line(f"error: {await self._describe_error(error)}")
                 self._fail()
             return
-        gc.freeze()  # exclude the startup objects: collecting them takes longer than a step
+        # Exclude startup objects from garbage collections, which would take longer than a step.
+        gc.freeze()
         log_line(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watch_task = asyncio.create_task(self._watch(process))
 
