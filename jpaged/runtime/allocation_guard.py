@@ -41,7 +41,7 @@ def buffer_sizes() -> list[int]:
     """Return the sizes in bytes of all buffers to allocate, in allocation order.
 
     Buffers of equal size are allocated consecutively, so that they are adjacent in memory: a free
-    hole that is too small for one of them is too small for all of them.
+    gap that is too small for one such buffer is too small for all.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 

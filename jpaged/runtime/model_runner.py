@@ -117,7 +117,7 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # Map each sampling level to the first compiled level that has all features of this level.
+        # For each sampling level, the first compiled level that includes its features.
         self._compiled_levels = {
             level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
@@ -132,7 +132,7 @@ class ModelRunner:
         }
         # Requests that failed while the current plan was launched.
         self._faults: list[RequestFault] = []
-        self._num_small_launches = 0  # launches for the current plan
+        self._num_small_launches = 0
         # `RowMarks` of sequences that join the batch, by device row.
         self._new_marks: dict[int, RowMarks] = {}
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
@@ -206,7 +206,7 @@ class ModelRunner:
         return self.launch_sampling(self.launch_layers(plan, sampling))
 
     def launch_layers(self, plan: StepPlan, sampling: SamplingLookup) -> UnsampledStep:
-        """Launch the first part of `launch`: everything up to the logits.
+        """Do the first part of the work of `launch`: everything up to the logits.
 
         Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
         steps may be read.
@@ -279,7 +279,7 @@ class ModelRunner:
         return self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
-        """Launch the second part of `launch`: mask the logits, sample, and write swapped-in blocks.
+        """Do the second part of the work of `launch`: mask logits, sample, write swapped-in blocks.
 
         Args:
             step: The step that `launch_layers` launched last.
@@ -335,7 +335,8 @@ class ModelRunner:
         does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        # One plan after another, because a plan may release rows that an earlier plan uses.
+        # Look up the rows of one plan after another, because a plan may release rows that an
+        # earlier plan uses.
         for plan in plans:
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))

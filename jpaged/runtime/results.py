@@ -161,7 +161,7 @@ class PromptScores:
 def scored_positions(item: ScheduledSequence) -> range:
     """Return the positions of the prompt tokens that a step scores for a scheduled sequence.
 
-    The step that computes the preceding token scores a token.
+    A token is scored in the step that computes the preceding token.
     """
     sequence, start = item.sequence, item.start
     if sequence.first_scored_position is None:

@@ -573,7 +573,7 @@ def score_targets_step(
     `StepModel.target_logprobs` returns None.
     """
     found = model.target_logprobs(scored_hidden, targets, backend)
-    if found is None:  # without such a kernel, compute whole rows of logits and score these
+    if found is None:  # if the model has no kernel for this, score whole rows of logits
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
