@@ -291,7 +291,7 @@ class Detokenizer:
         return self._stop_checker.matched
 
     def take_delta(self) -> str:
-        """Return the final text that was added since the last call."""
+        """Return the text that was added since the last call and cannot change any more."""
         self._decode_pending()
         new = self._chunks[self._num_returned_chunks :]
         self._num_returned_chunks = len(self._chunks)
