@@ -124,7 +124,7 @@ class CallGrammar:
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
             return StructuredOutputs(grammar=text)
-        except RequestError as error:  # all schemas together are too large
+        except RequestError as error:  # each schema fits, but their sum is too large
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:

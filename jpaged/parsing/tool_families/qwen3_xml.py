@@ -297,7 +297,7 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
     keywords = _resolve_keywords(schema, root)
-    # `anyOf` is supported only with two cases, of which one is null.
+    # Support `anyOf` only with two cases, one of which is null.
     if keywords.keys() == {"anyOf"}:
         cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
         keywords = next((case for case in cases if case != {"type": "null"}), {})
