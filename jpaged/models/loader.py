@@ -116,9 +116,9 @@ class TensorPlacement:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether the tensor is read in a single piece.
+        """Whether the whole tensor is read at once.
 
-        This is true for single numbers. It is also true for tensors that are quantized to FP8 while
+        This is true for scalars. It is also true for tensors that are quantized to FP8 while
         loading and stored as [in, out], as in GPT-2, because an output's scale needs all inputs.
         """
         return self.rule.is_scalar or self.axis_order[0] >= self.num_output_axes > 0

@@ -187,7 +187,7 @@ class ModelOps:
         return self._call("add_rms_norm", _add_rms_norm, hidden, values, weight, eps=eps)
 
     def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-        """Run an operation for this object's backend and mode."""
+        """Run an operation with this object's backend and `batch_invariant` mode."""
         mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
         return function(*arrays, **options, **mode)
 
