@@ -83,8 +83,8 @@ class Admission:
             if not manager.can_extend_prefix(self._refused_prefix, first, max_prefix_tokens):
                 return None
         fit = self.measure_fit(request)
-        # Without a spare block, the request would be preempted as soon as a running sequence needs
-        # a new block.
+        # `num_spare` further blocks must stay free. Otherwise, the request would be preempted as
+        # soon as a running sequence needs a new block.
         if manager.can_admit(first, fit.num_needed_blocks + num_spare):
             self._refused_state = ()
             return fit
@@ -302,7 +302,7 @@ def check_pin_fits(
 
 
 def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
-    """Return the maximum number of blocks that the request can need besides pinned blocks.
+    """Return the maximum number of blocks that the request can need, without pinned blocks.
 
     The last token of a sequence is never an input of the model, so it needs no slot. The sequences
     of a group always share the full blocks of the prompt. Each sample computes the last prompt

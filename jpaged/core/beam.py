@@ -91,10 +91,10 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of next-token candidates per beam that `advance` needs, the most probable ones.
+        """Number of most probable next tokens per beam that `advance` needs as candidates.
 
         All `width` best continuations that are not end tokens may extend the same beam, and every
-        end token of this beam may be more probable than they are.
+        end token of this beam may be more probable than these continuations.
         """
         return self.width + len(self.end_token_ids)
 
@@ -158,7 +158,7 @@ class BeamSearch:
         del self.hypotheses[self.width :]
 
     def _can_improve(self, best: Continuation, length: int, max_tokens: int) -> bool:
-        """Return whether any beam may still become a better answer than the worst one collected."""
+        """Return whether any beam may still become better than the worst complete answer."""
         if len(self.hypotheses) < self.width:
             return True
         # With a width of 1, the first complete answer is the result of greedy search.

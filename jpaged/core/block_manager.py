@@ -98,7 +98,8 @@ class BlockManager:
 
         Args:
             first: First sequence of the group.
-            num_blocks: Number of free blocks that the group needs, including spare blocks.
+            num_blocks: Number of free blocks that the group needs, including blocks that must stay
+                free.
         """
         return num_blocks <= self.num_free_blocks
 

@@ -370,7 +370,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # the number stays 0 after a preemption
+                if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -596,7 +596,7 @@ class Scheduler:
         return speculation.choose_num_drafts(num_decoding)
 
     def _reserve_slots(self, step: PlanBuilder, num_drafts: int) -> tuple[int, ...]:
-        """Reserve blocks for drafts, and return the maximum sequence length in tokens of each row.
+        """Reserve blocks for drafts, and return for each row the maximum length that has slots.
 
         The blocks for the row's next token are allocated already. No block for drafts is allocated
         if a request waits for blocks, or if the running sequences might lack blocks in the next
@@ -811,5 +811,5 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # the number stays 0 after a preemption
+    if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
         sequence.num_computed_tokens += num_tokens - 1

@@ -155,7 +155,7 @@ class SequenceTable:
     def retire(self, sequence: Sequence) -> None:
         """Release the row of an ended sequence, and free its blocks after the last step in flight.
 
-        If a call raises, a second call for the same sequence completes the work.
+        If the call raises an error, another call for the same sequence completes the work.
         """
         self.release_row(sequence)
         if sequence.host_block_table:
@@ -165,9 +165,10 @@ class SequenceTable:
             self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks of a draining sequence, and remove the sequence from the table.
+        """Free the blocks of an ended sequence in `draining`, and remove the sequence from the
+        table.
 
-        Sequences that are not draining are ignored.
+        Sequences that are not in `draining` are ignored.
         """
         if self.draining.pop(sequence.seq_id, None) is not None:
             self._manager.free(sequence)
@@ -177,7 +178,7 @@ class SequenceTable:
     def check_integrity(
         self, unfinished_requests: Iterable[Request], num_in_flight_steps: int
     ) -> None:
-        """Check that the table has exactly the live and the draining sequences.
+        """Check that the table has exactly the live sequences and the sequences in `draining`.
 
         Args:
             unfinished_requests: Running and waiting requests.
