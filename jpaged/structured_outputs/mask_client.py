@@ -185,8 +185,8 @@ class MaskWorkerClient:
         # Memory indices below `_num_used_indices` have been used at some time. `_free_indices` is a
         # heap of those that are free again.
         self._num_used_indices, self._free_indices = 1, list[int]()
-        # Memory indices of answers that are over. The first list has not been sent to the worker
-        # yet; the second has been sent, but the worker has not freed the entries yet.
+        # Memory indices of answers that are over. `_unreported_ends` have not been sent to the
+        # worker yet. `_reported_ends` have been sent, but the worker may still use their entries.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
