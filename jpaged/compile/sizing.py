@@ -137,7 +137,8 @@ class Sizing:
         loaded = per_device_bytes([it for it in split.leaves if isinstance(it, jax.Array)])
         limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
-        if self._weight_bytes > self._max_bytes:  # fail before any weights are loaded
+        # Raise the error before weights are loaded, which takes long.
+        if self._weight_bytes > self._max_bytes:
             can_split = self._device_limit is not None and isinstance(model, ModelConfig)
             more = ", or more devices (tensor_parallel_size)" if can_split else ""
             raise ValueError(
@@ -178,8 +179,7 @@ class Sizing:
         shared_calls: SharedCalls,
         start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
-        """Return the number of bytes of temporaries and new outputs of the largest step; 0 on a
-        CPU.
+        """Return the size in bytes of the largest step's temporaries and new outputs; 0 on a CPU.
 
         If the number is not stored yet, the step is compiled. At the same time, the compilation of
         programs that do not depend on the pool begins.

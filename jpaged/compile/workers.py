@@ -480,8 +480,7 @@ def _send(child: Child, record: CompileJob | RuntimeConfig) -> None:
 
 
 def _num_available_cpus() -> int:
-    """Return the number of CPUs that this process may use, or the number of all CPUs if the former
-    is unknown."""
+    """Return the number of CPUs that this process may use; if unknown, the number of all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
