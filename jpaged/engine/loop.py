@@ -246,7 +246,8 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # called by the finalizer of a dropped stream, which may run at any time
+        # The finalizer of a dropped stream has called this method, inside a critical section.
+        if self._is_busy:
             self._deferred_aborts.append(state)
             return
         with self._critical_section():

@@ -267,7 +267,7 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
         raise RequestError(name, "is empty", remedy="pass at least one token id")
-    if set(map(type, ids)) != {int}:  # a fast check first, because usually all ids are ints
+    if set(map(type, ids)) != {int}:  # check this first, which is fast: usually, all ids are ints
         ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _are_in_range(limit, ids):

@@ -426,8 +426,8 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if they allow a token. In the latter case, the model's logits are the cause of
-        the missing token.
+        Return None if they allow a token, because the model's logits are then the cause of the
+        missing token.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
