@@ -93,7 +93,7 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
 
 
 def _event_delta(event: ChatEvent) -> JsonObject | None:
-    """Return the delta that OpenAI's stream sends for a chat event; None if it sends no delta."""
+    """Return the delta that OpenAI's stream sends for a chat event; None for other events."""
     event_kind, item, text = event
     if event_kind == "text":
         if item.call is None:

@@ -228,7 +228,7 @@ class ChoicesGeneration(Generation):
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
-        """Return the choices that a stream sends for a delta, each in its own chunk."""
+        """Return the choices that a stream sends for a delta, each in a separate chunk."""
 
     @abstractmethod
     def _choice(self, number: int, answer: TextDelta) -> JsonObject:

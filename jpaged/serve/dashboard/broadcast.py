@@ -160,7 +160,7 @@ class Broadcast:
         """Yield the events for a new viewer, until the viewer leaves or the streams end.
 
         Raises:
-            ApiError: 503 if `MAX_VIEWERS` are connected, or the engine is gone.
+            ApiError: 503 if `MAX_VIEWERS` are connected, or the engine has ended.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise unavailable_error(f"{MAX_VIEWERS} dashboards are open already: close another one")

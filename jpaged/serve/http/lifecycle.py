@@ -198,7 +198,7 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]
     The program has these duties:
 
     - limit connections and headers, and set the allowed hosts;
-    - exit when the engine is gone (`ServerState.engine.closed`);
+    - exit when the engine has ended (`ServerState.engine.closed`);
     - to drain, call `ServerState.stop_admitting` and wait until `num_requests` is 0.
 
     An engine that hangs for `--hang-timeout` is killed. The engine stops at the end of the `with`

@@ -100,7 +100,7 @@ class ServerState:
         """Check that the engine can serve a request.
 
         Raises:
-            ApiError: 503 if the engine is starting, is gone, or does not respond.
+            ApiError: 503 if the engine is starting, has ended, or does not respond.
         """
         if not self.engine.is_ready:
             raise unavailable_error("the engine is not running")
