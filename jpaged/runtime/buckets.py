@@ -80,8 +80,7 @@ class Buckets:
         return tuple(sorted({*whole, *more}))
 
     def num_logits_rows(self, num_seqs: int) -> int:
-        """Return the number of rows to which the logits of a decode step of `num_seqs` sequences
-        are padded."""
+        """Return the padded number of logits rows for a decode step with `num_seqs` sequences."""
         return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property

@@ -153,8 +153,7 @@ def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowT
 def resolve_lengths(
     seq_lens: Int32[Array, "B"], limits: Int32[Array, "B"], lengths: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Return the number of tokens of each row of a batch; -1 for a row with more tokens than its
-    limit.
+    """Return the number of tokens in each batch row; -1 if a row has more tokens than its limit.
 
     Args:
         seq_lens: Lengths from the host. -1: the host does not know the length, so use `lengths`.

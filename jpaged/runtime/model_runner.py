@@ -181,7 +181,7 @@ class ModelRunner:
 
         Args:
             write: Function that takes the old parameters and returns new ones with the same shapes,
-                dtypes and devices. It may donate the old arrays.
+                dtypes and devices. The function may donate the old arrays.
         """
         self._parameters = write(self._parameters)
         self._wait(self._parameters)

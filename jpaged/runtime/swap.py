@@ -34,8 +34,8 @@ MAX_STAGED_CHUNKS = 4
 
 
 def gather_blocks_step(state: KVState, block_ids: Int32[Array, "C"]) -> Shaped[Array, "A C S K H"]:
-    """Return the blocks `block_ids` of all A arrays of the pool (K and V of each layer), as one
-    array."""
+    """Return the blocks `block_ids` as one array, from all A arrays of the pool (K and V per
+    layer)."""
     return jnp.stack([array[block_ids] for array in jax.tree.leaves(state.pool)])
 
 
