@@ -69,7 +69,7 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     model = replace(model, quantization=found)
     for index, layer in enumerate(model.layers):
         if layer.experts is not None:
-            expert_format(model, index)  # refuse formats that experts do not support
+            expert_format(model, index)  # raises an error if experts do not support the format
     return model
 
 
