@@ -61,7 +61,7 @@ _TEXT_TYPES: dict[ItemKind, str] = {
 
 
 class ContentPart(Body, frozen=True, kw_only=True):
-    """A part of an input item's content that is text."""
+    """A text part of an input item's content."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     type: Annotated[
