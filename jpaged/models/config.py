@@ -87,7 +87,7 @@ class ExpertsConfig:
         object.__setattr__(self, "num_local_experts", self.num_local_experts or self.num_experts)
 
     def shard(self, count: int, by_expert: bool) -> "ExpertsConfig":
-        """Return the experts of each of `count` devices.
+        """Return the description of the experts on one of `count` devices.
 
         Args:
             count: Number of devices.
@@ -577,7 +577,7 @@ class ConfigFields:
 def read_tokens_and_dtype(
     fields: ConfigFields, *, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Read the special tokens and the checkpoint's dtype. The result is arguments of `ModelConfig`.
+    """Return the special tokens and the checkpoint's dtype, as arguments of `ModelConfig`.
 
     Args:
         fields: Fields of the config.

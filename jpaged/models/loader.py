@@ -280,7 +280,7 @@ class DeviceShard:
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
     def fill_random(self, unsharded_specs: ParameterSpecs, seed: int) -> None:
-        """Fill all parameters with random values that do not depend on the number of devices.
+        """Fill all parameters with random values, which are the same for any number of devices.
 
         Args:
             unsharded_specs: Parameters of the model on a single device.
