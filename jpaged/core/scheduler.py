@@ -596,7 +596,7 @@ class Scheduler:
         return speculation.choose_num_drafts(num_decoding)
 
     def _reserve_slots(self, step: PlanBuilder, num_drafts: int) -> tuple[int, ...]:
-        """Reserve blocks for drafts, and return for each row the maximum length that has slots.
+        """Reserve blocks for drafts, and return for how many tokens of each row there are slots.
 
         The blocks for the row's next token are allocated already. No block for drafts is allocated
         if a request waits for blocks, or if the running sequences might lack blocks in the next
