@@ -165,9 +165,9 @@ class BodyReader:
 def parse_json(body: bytes | bytearray, max_values: int) -> Any:
     """Parse a JSON text strictly, and return its value.
 
-    The limit counts values by the time that building them takes. An integer, true, false or null
-    counts as one. A string, a key, a fraction, an array or an object counts as four. A long number
-    counts as one more for about every eight digits.
+    Values count towards the limit by the time that building them takes. An integer, true, false or
+    null counts as one. A string, a key, a fraction, an array or an object counts as four. A long
+    number counts as one more for about every eight digits.
 
     Args:
         body: JSON text in UTF-8.
