@@ -74,7 +74,7 @@ class ExpertFormat(nnx.Module):
     """Base class of the weight formats of experts.
 
     The parameters are `gate_up` and `down`; subclasses add further parameters. With several
-    devices, each device holds a shard of the width or of the number of the experts.
+    devices, each device holds either some of the experts or a shard of the width of all experts.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
@@ -259,7 +259,7 @@ class FP8TensorExpertFormat(FP8ChannelExpertFormat):
 
 
 class FP8BlockExpertFormat(FP8ExpertFormat):
-    """FP8 weights with one scale per 128 x 128 block, and per 128 numbers of a row.
+    """FP8 weights with one scale per 128 x 128 block. Rows have one scale per 128 numbers.
 
     The scales are `gate_up_weight_scale` [E, 2, blocks of F, blocks of D] and `down_weight_scale`
     [E, blocks of D, blocks of F]. The last block of an axis may be smaller.
