@@ -186,7 +186,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step is unread. Undelivered outputs do not count."""
+        """Whether a request is unfinished or a step is unread. Outputs that are not delivered yet
+        do not count as work.
+        """
         return self._loop.has_work
 
     def step(self) -> list[RequestOutput]:
@@ -202,7 +204,8 @@ class Engine:
                 deleted or donated. In the second case, the engine is paused and keeps its requests.
         """
         self.advance()
-        with defer_interrupts():  # A Ctrl-C inside the detokenizer would lose text.
+        # Delay a Ctrl-C, which would lose text if it interrupted the detokenizer.
+        with defer_interrupts():
             outputs = [self._make_output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
@@ -210,9 +213,11 @@ class Engine:
     def _make_output(self, state: RequestState) -> RequestOutput:
         try:
             return state.output()
-        except Exception:  # If an output cannot be created, only its request fails.
+        # An error while an output is created fails only the request of this output.
+        except Exception:
             self._loop.abort(state)
-            count = state.params.n if state.samples else 0  # A failed beam search has no answers.
+            # A beam search that failed has no answers.
+            count = state.params.n if state.samples else 0
             failed = [
                 CompletionOutput(index=i, text="", token_ids=[], finish_reason="error")
                 for i in range(count)
@@ -251,7 +256,8 @@ class Engine:
     def _take_delta(self, state: RequestState) -> RequestDelta:
         try:
             return state.take_delta()
-        except Exception as error:  # If a delta cannot be created, only its request fails.
+        # An error while a delta is created fails only the request of this delta.
+        except Exception as error:
             self._loop.abort(state)
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
@@ -321,7 +327,7 @@ class Engine:
         on_ended: Callable[[int], object],
         make_output: Callable[[RequestState], Output],
     ) -> list[Output]:
-        """Run requests until all of them end, and return their outputs in the order of `states`.
+        """Run requests until all have ended, and return their outputs in the order of `states`.
 
         If one request is refused, no request starts. An error or a Ctrl-C aborts all requests. Each
         output is created when its request ends: in the overlapped loop, the device computes the
@@ -346,7 +352,7 @@ class Engine:
                     state.raise_if_failed()
                 outputs |= {state: make_output(state) for state in ended}
         finally:
-            with defer_interrupts():  # A second Ctrl-C must not interrupt the aborts.
+            with defer_interrupts():  # Delay a second Ctrl-C until all requests are aborted.
                 for state in states:
                     self._loop.abort(state)
         return [outputs[state] for state in states]
@@ -356,10 +362,10 @@ class Engine:
     ) -> list[CompletionScore]:
         """Return the log-probabilities of given completions.
 
-        The engine computes each prompt together with its completion. The engine also samples a
-        token after the completion, and drops the token. If several completions share a prompt, the
-        KV of the prompt's full blocks is computed once, and later completions find these blocks in
-        the prefix cache.
+        The engine computes each prompt together with its completion. The engine also samples one
+        token after the completion, which is dropped. If several completions share a prompt, the KV
+        of the prompt's full blocks is computed once, and later completions find these blocks in the
+        prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
@@ -501,7 +507,8 @@ class Engine:
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        except BaseException:  # the error's traceback may keep `deltas` alive
+        # Close `deltas`, because the error's traceback may keep the generator alive.
+        except BaseException:
             self._loop.abort(state)
             raise
         return deltas
@@ -584,9 +591,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The prefix may not be cached: another request may have preempted this request before
-            # its token was read. In this case, compute the prefix again. If no other request is
-            # left, preemption cannot be the cause.
+            # `pin` is None if the prefix is not cached. If another request has preempted this
+            # request before its token was read, compute the prefix again. Without other requests,
+            # preemption cannot be the cause.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -756,7 +763,7 @@ class Engine:
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    # Methods that report statistics and the state of the pool.
+    # The following methods report statistics and the state of the pool.
 
     def stats(self) -> EngineStats:
         """Return the state of the pool and the queues, and counts since the engine started."""
@@ -803,8 +810,8 @@ class Engine:
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Check that the engine's records of blocks agree: each block is free or cached, or
-        `ref_cnt` block tables and pins hold it.
+        """Check that the engine's records of blocks agree. Each block must be free, cached, or held
+        by exactly `ref_cnt` block tables and pins.
 
         Raises:
             IntegrityError: The counts, the block tables or the queues are inconsistent.
@@ -819,7 +826,8 @@ def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta
     """
     try:
         while state.undelivered_samples:
-            # Another call of the engine may already have advanced this request.
+            # Advance only if no sample has new tokens: another call of the engine may have advanced
+            # this request already.
             if not any(sample.has_update for sample in state.undelivered_samples):
                 loop.advance(SchedulingGoal.LATENCY)
             yield from state.take_sample_deltas()

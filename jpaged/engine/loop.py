@@ -43,7 +43,7 @@ def defer_interrupts() -> Iterator[None]:
     """Delay a Ctrl-C that arrives inside the `with` block until the block ends."""
     previous_handler = signal.getsignal(signal.SIGINT)
     if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
-        yield  # Python raises KeyboardInterrupt only in the main thread
+        yield  # no handler is needed: Python raises KeyboardInterrupt only in the main thread
         return
     interrupts: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *call: interrupts.append(call))
@@ -110,13 +110,13 @@ class EngineLoop:
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
-        self._num_constrained_requests = 0  # Number of unfinished requests with a grammar.
-        # The last step if its layers are launched and its sampling waits for masks; otherwise None.
+        self._num_constrained_requests = 0
+        # Step whose layers are launched, but whose sampling waits for masks; None without one.
         self._unsampled_step: UnsampledStep | None = None
-        self._device_wait_s = 0.0  # total time that the host has waited for tokens
+        self._device_wait_s = 0.0  # total time that the host has waited for the device
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
-        self._is_busy = False  # whether the code is inside a critical section
+        self._is_busy = False  # whether a `_critical_section` is active
         self._deferred_aborts: list[RequestState] = []  # requests to abort later
 
     @property
@@ -156,7 +156,8 @@ class EngineLoop:
             self._check_parameters_exist()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled_step is None:  # else an interrupted turn left a step to sample
+        # Launch new steps, unless an interrupted call has left a step that must be sampled first.
+        if self._unsampled_step is None:
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
@@ -173,7 +174,8 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            # Steps that were launched after the last token hold blocks until the steps are read.
+            # No request is left, but steps may still be in flight. Read these steps, because their
+            # blocks are freed only after that.
             self.drain()
         return ended
 
@@ -356,7 +358,7 @@ class EngineLoop:
         try:
             self.scheduler.add(state.request)
         except Exception:
-            # `abort` does nothing if the scheduler has refused the request.
+            # If the scheduler has refused the request, `abort` does nothing.
             self.scheduler.abort(state.request_id)
             raise
 
@@ -380,7 +382,8 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # the finalizer of a dropped stream called this method
+        # The finalizer of a dropped stream has called this method, inside a critical section.
+        if self._is_busy:
             self._deferred_aborts.append(state)
             return
         with self._critical_section():
@@ -422,8 +425,8 @@ class EngineLoop:
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
-        # `_schedule` has checked that every plan before the last one fits a burst, so check the
-        # last plan.
+        # `_schedule` has checked all plans except the last one, so check whether the last plan fits
+        # a burst.
         if (
             len(unconstrained) == runner.burst_steps > 1
             and runner.fits_burst(unconstrained[-1], goal)
@@ -442,7 +445,7 @@ class EngineLoop:
         """Record a launched step in the counts, in the metrics of its requests, and in the pool
         watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # A plan without sequences and block moves is not a step. Such a plan only reports failed
+        # Do not count a plan without sequences and block moves as a step: it only reports failed
         # requests.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
@@ -463,7 +466,7 @@ class EngineLoop:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
-        if self.watches:  # this check costs less than iterating over an empty WeakSet
+        if self.watches:  # testing an empty WeakSet costs less than iterating over it
             for watch in tuple(self.watches):
                 watch.note(plan)
 
@@ -503,7 +506,8 @@ class EngineLoop:
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        except Exception as error:  # not KeyboardInterrupt: the next call reads the step
+        # Do not catch KeyboardInterrupt, after which the next call reads the step.
+        except Exception as error:
             self._record_failure(error)
             raise
         with self._critical_section(fatal=True):
@@ -524,8 +528,8 @@ class EngineLoop:
             ended_sequences = (
                 () if constrained is None else constrained.find_ended(update.emitted_tokens)
             )
-            # Notify requests of all tokens before retiring any, because several samples of a
-            # request may end in one step.
+            # Notify all requests of their tokens before any request is retired: several samples of
+            # one request may end in the same step.
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
             )
@@ -538,10 +542,9 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append the tokens after each sequence's first token of a verify step, and return the
-        notified requests.
+        """Append the accepted drafts of a verify step, and return the notified requests.
 
-        A stop string may end a sequence before all its tokens are appended.
+        A stop string may end a sequence before all its accepted drafts are appended.
 
         Args:
             plan: Plan of the verify step. The first token of each sequence is appended already.
@@ -578,8 +581,7 @@ class EngineLoop:
         ended = []
         for state in advanced:
             if state.is_polled:
-                # Do this inside the caller's critical section, so that a Ctrl-C cannot lose the
-                # update.
+                # The caller holds a critical section here, so that a Ctrl-C cannot lose the update.
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
@@ -615,8 +617,9 @@ class EngineLoop:
             notified[state] = None
             try:
                 if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
-                    # If the token also ended the sequence for another reason, the reason becomes
-                    # STOP.
+                    # A stop string or a complete grammar takes precedence: STOP replaces the finish
+                    # reason of a sequence that this token has ended already, for example at its
+                    # maximum length.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)
@@ -679,8 +682,7 @@ class EngineLoop:
 
     @contextmanager
     def _critical_section(self, *, fatal: bool = False) -> Iterator[None]:
-        """Until the `with` block ends, delay a Ctrl-C, and the aborts of streams that the caller
-        has dropped.
+        """Delay a Ctrl-C, and the aborts of dropped streams, until the `with` block ends.
 
         Args:
             fatal: Whether an exception inside the block marks the engine as failed.

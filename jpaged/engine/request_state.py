@@ -39,10 +39,10 @@ from pallas_kernels import (
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
     """The log-probabilities of tokens: one dict per token, from token id to `Logprob`.
 
-    Each dict contains the token itself first, then the most probable tokens. The values stay
-    packed, 4 bytes per number, until the caller reads an entry. Decoding an entry takes several
-    microseconds of host time, and a step has hundreds of entries. A copy of the sequence, or a
-    pickled sequence, is a list.
+    Each dict contains the token itself first, then the most probable tokens. The log-probabilities
+    stay packed, with 4 bytes per number, until the caller reads an entry. Decoding an entry takes
+    several microseconds of host time, and a step has hundreds of entries. Copying or pickling this
+    sequence gives a list.
 
     Args:
         scores: int32 [C, W], as packed by `pallas_kernels.token_scores`. The array must not change
@@ -52,8 +52,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
             appended to this list, which several sequences may share.
     """
 
-    _are_sampled = True  # only sampled tokens have a `kept_mass`
-    _num_unscored = 0  # number of leading entries that are None
+    _are_sampled = True  # prompt tokens, which are not sampled, have no `kept_mass`
+    _num_unscored = 0  # number of entries at the start that are None
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         ):
             entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen), mass)}
             for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                # A value of -inf means that a grammar forbids the token, or that truncation removed
-                # the token.
+                # A log-probability of -inf means that a grammar forbids the token, or that
+                # truncation (top_k, top_p) removed the token.
                 if token_id != chosen and logprob != -np.inf:
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
@@ -179,14 +179,15 @@ class SampleState:
     params: SamplingParams
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    cumulative_logprob: float = 0.0  # sum of the log-probabilities that were read
+    cumulative_logprob: float = 0.0  # sum of the log-probabilities that the host has read
     answer: Answer | None = None  # state of the grammar; None without a grammar
     _detokenizer: Detokenizer = field(init=False)
-    _scores: bytearray = field(default_factory=bytearray)  # one packed row per output token
-    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # bytes per row of `_scores`
+    # One row of packed log-probabilities per output token.
+    _scores: bytearray = field(default_factory=bytearray)
+    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # number of bytes per row of `_scores`
     _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded `_scores`
     _stop_string: str | None = None
-    _is_complete: bool = False  # whether the grammar allows no more tokens
+    _is_complete: bool = False  # whether the grammar is complete and allows no further token
     _num_read: int = 0  # number of output tokens passed to the detokenizer
     _num_sent: int = 0  # output tokens returned in deltas
     weight_versions: WeightVersions = field(default_factory=WeightVersions)
@@ -197,8 +198,8 @@ class SampleState:
     def accept_token(self, reason: FinishReason | None) -> bool:
         """Process the newest token of the sequence.
 
-        If the request has no stop strings, the caller may skip the calls for all tokens but the
-        last of the sequence.
+        If the request has no stop strings, the caller need only pass the last token of the
+        sequence.
 
         Args:
             reason: Why the token ended the sequence; None if the sequence continues.
@@ -210,16 +211,18 @@ class SampleState:
             GrammarError: The grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            # If this is the last token, ignore an error of the grammar: it concerns the next token.
+            # An error of the grammar concerns the next token, so ignore the error after the last
+            # token.
             if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
-            return False  # `take_delta` and `output` detokenize the text
+            return False  # the text is not needed yet: `take_delta` and `output` will detokenize it
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
-            # Release the text now, because other samples of the request may run much longer.
+            # Release the held-back text now, because other samples of the request may run much
+            # longer.
             self._detokenizer.finish()
         return stop is not None or self._is_complete
 
@@ -347,7 +350,8 @@ class RequestState:
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     undelivered_samples: list[SampleState] = field(init=False)
-    _reads_every_token: bool = field(init=False)  # any token may complete a stop string
+    # True with stop strings, which any token may complete.
+    _reads_every_token: bool = field(init=False)
     _is_ranked: bool = field(init=False)
     _beam_versions: WeightVersions = field(default_factory=WeightVersions)  # of all beams
     _has_sent_prompt_logprobs: bool = False
@@ -366,7 +370,8 @@ class RequestState:
         self.undelivered_samples = list(self.samples)
         self._reads_every_token = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
-        if self.constraint is not None:  # the mask of a token depends on the token before it
+        # No drafts: with a grammar, a token's mask depends on the token before it.
+        if self.constraint is not None:
             self.request.takes_drafts = False
 
     @property
@@ -448,7 +453,7 @@ class RequestState:
             self._num_scored += len(new)
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error, even if it has just finished. Keep the first error.
+        """End the request with an error, even if it has just finished; keep only the first error.
 
         If the grammar and the sampling parameters together allow no token, the error names both.
         """
@@ -463,8 +468,8 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if they allow a token. The logits of the model are then the cause of the missing
-        token.
+        Return None if they allow a token, because the model's logits are then the cause of the
+        missing token.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
@@ -486,7 +491,7 @@ class RequestState:
             raise RuntimeError(f"request {self.request_id!r} failed") from self.error
 
     def finish(self) -> None:
-        """Record the end of the request, and release the text that the samples held back."""
+        """Record the end of the request, and release the held-back text of its samples."""
         self.metrics.finished_time = time.monotonic()
         for sample in self.samples:
             sample.finish()
@@ -526,8 +531,8 @@ class RequestState:
     def take_sample_deltas(self) -> Iterator[TextDelta]:
         """Yield the delta of each sample that has an update.
 
-        A delta is created when the generator reaches it. The delta therefore includes tokens that
-        arrived while the caller used the previous delta.
+        A delta is created when the generator reaches it. It therefore includes tokens that arrived
+        after the generator yielded the previous delta.
         """
         for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)
@@ -563,7 +568,8 @@ class RequestState:
     def _sample_outputs(self) -> list[CompletionOutput]:
         """Return all samples in their order, or the `n` best samples if the answers are ranked."""
         chosen, is_ranked = self.samples, self._is_ranked
-        if is_ranked:  # The sort is stable: among equal samples, the lower index comes first.
+        # The sort is stable, so samples with equal scores stay in the order of their indices.
+        if is_ranked:
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 

@@ -62,7 +62,7 @@ WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """The place of one array in an unsharded parameter; see `TensorPlacement`."""
+    """Position of one array within an unsharded parameter; see `TensorPlacement` for the fields."""
 
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
@@ -74,10 +74,10 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the pieces of one parameter are written, and the scales of a quantized parameter.
+    """Description of how the arrays of one parameter are written, with the scales of FP8 weights.
 
     Attributes:
-        pieces: Place of each array.
+        pieces: Position of each array within the parameter.
         shape, dtype: Shape and dtype of the unsharded parameter.
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         spec: How the devices split the parameter.
@@ -99,7 +99,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Write:
-    """The arrays of one parameter, by their names in the caller's tree."""
+    """New arrays that together fill one parameter."""
 
     path: str
     scale_path: str | None
@@ -108,7 +108,7 @@ class _Write:
 
 
 class ModelParameters:
-    """The parameters of a running engine with a built-in family, as far as an update needs them.
+    """Description of the parameters of a running engine, for replacing their values.
 
     Args:
         plan: The plan that loaded the model.
@@ -196,7 +196,7 @@ class ModelParameters:
                     "pass FP8 weights and their scales, as in the checkpoint"
                 )
             config = replace(config, quantization=replace(quantization, format=FP8Format))
-            # The static scales of the activations stay as they are.
+            # Keep the static scales of the activations: `params` does not contain new ones.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         if is_state:
             rules, tensors = _state_rules(config, specs, tensors)
@@ -215,7 +215,7 @@ class ModelParameters:
         return [self._plan_write(path, found) for path, found in placed.items()]
 
     def _check_head(self, arrays: Mapping[str, Any]) -> None:
-        """Check that the head equals the embedding, if the engine's model ties them."""
+        """If the output head is tied to the embedding, check that both arrays have equal values."""
         if not self._plan.config.tie_word_embeddings:
             return
         untied = weight_rules(replace(self._plan.config, tie_word_embeddings=False))
@@ -256,7 +256,7 @@ class ModelParameters:
         return _Write(path, scale_path, names, layout)
 
     def _split(self, path: str) -> tuple[PartitionSpec | None, tuple[tuple[ShardSlice, ...], ...]]:
-        """Return how the devices split a parameter, and the boxes that each device holds."""
+        """Return how the devices split a parameter, and each device's boxes (rectangular parts)."""
         mesh, sharding = self._plan.mesh, self._specs[path].sharding
         if mesh is None or sharding is None:
             return None, ()
@@ -284,7 +284,7 @@ class ModelParameters:
 
 
 def _flatten(params: Any) -> tuple[dict[str, Any], bool]:
-    """Return the leaves by name, and whether the names are paths of parameters.
+    """Return the leaves of `params` by name, and whether the names are parameter paths.
 
     A flat dict has names of a checkpoint's tensors. Any other tree is the state of a model.
     """
@@ -472,7 +472,7 @@ def _write_parameter(
         param: Old values.
         scale: Old scales of a parameter that is quantized; otherwise None.
         tensors: Arrays in the order of `layout.pieces`.
-        layout: Places of the arrays.
+        layout: Positions of the arrays within the parameter.
     """
     if layout.mesh is None:
         return _write_pieces(param, scale, tensors, layout)
@@ -515,7 +515,8 @@ def _write_pieces(
 def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
     """Return the FP8 scale of each output, with the bits that the loader computes."""
     found = max_abs(slab, piece.axis_order, piece.num_output_axes)
-    # XLA turns a division by a number into a product with the reciprocal, which rounds differently.
+    # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
+    # constant, and the result would be rounded differently.
     divisor = jax.lax.optimization_barrier(jnp.full(found.shape, FP8_MAX, jnp.float32))
     return jnp.maximum(found, jnp.float32(FP8_MIN_ABSMAX)) / divisor
 
@@ -523,9 +524,10 @@ def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
 def _write_boxes(
     shard: jax.Array, whole: jax.Array, boxes: Sequence[Sequence[ShardSlice]]
 ) -> jax.Array:
-    """Write this device's boxes of an unsharded array into its shard."""
+    """Copy this device's boxes (rectangular parts) of an unsharded array into its shard."""
     index = jax.lax.axis_index(MESH_AXIS)
-    for device_boxes in zip(*boxes, strict=True):  # the same box of every device
+    # Handle the boxes with the same index on all devices together.
+    for device_boxes in zip(*boxes, strict=True):
         starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
         first = device_boxes[0]
         part = jax.lax.dynamic_slice(whole, list(starts), first.shape)

@@ -68,7 +68,7 @@ def _check_host(name: str, host: str) -> None:
 
 
 def _check_api_keys(name: str, keys: Sequence[str]) -> None:
-    """Raise RequestError for a key that no header can contain. Errors never show the key."""
+    """Raise RequestError for an API key that no header can contain. The error does not show it."""
     name = name.removesuffix("s")
     for number, key in enumerate(keys, 1):
         if not key:
@@ -84,7 +84,7 @@ def _check_api_keys(name: str, keys: Sequence[str]) -> None:
 
 
 def _check_model_names(name: str, names: Sequence[str]) -> None:
-    """Raise RequestError for an empty or unprintable name, or a name with a space at an end."""
+    """Raise RequestError for a name that is empty, unprintable, or begins or ends with a space."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
             raise RequestError(

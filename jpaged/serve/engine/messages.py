@@ -10,7 +10,7 @@ from jpaged.errors import ErrorInfo
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Command to create `Engine(**options)`. The first command after the process has started."""
+    """First command to the process: create `Engine(**options)`."""
 
     options: dict[str, Any]
 
@@ -156,8 +156,8 @@ class PoolDiffs(msgspec.Struct, tag=True):
     """Report of the changes of the pool since the last fetch, for the dashboard.
 
     Attributes:
-        epoch: Number of times that the sampler has started. Changes between two epochs are
-            missing.
+        epoch: Number of times that the sampler has started. Changes that occur between two epochs
+            are not reported.
         diffs: Pool diffs in order of time.
         stats: Current statistics of the engine.
         snapshot: Diff between an empty pool and the state after `diffs`. The first report of an

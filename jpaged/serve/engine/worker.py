@@ -71,7 +71,8 @@ class EngineWorker:
         self._sampler = PoolSampler(engine)
         self._is_stopped = False
         self._stats_due = 0.0
-        # Unsent deltas of the requests whose prompt log-probabilities were split.
+        # Unsent deltas, by request id, of requests whose prompt log-probabilities are sent in
+        # chunks.
         self._chunks_by_request: dict[str, deque[RequestDelta]] = {}
         # The command that pauses the engine when all requests have finished, and later commands.
         self._pending_pause: ControlEngine | None = None
@@ -122,7 +123,7 @@ class EngineWorker:
         return None if message is None else decode_command(message)
 
     def _handle_commands(self) -> None:
-        """Run the waiting commands. While requests run, stop after `_MAX_COMMANDS_TIME_S`."""
+        """Run all received commands; while requests run, for at most `_MAX_COMMANDS_TIME_S`."""
         is_busy = self._is_busy
         can_send = self._chunks_by_request and self._link.is_flushed
         command = self._receive(0.0 if is_busy or can_send else HEARTBEAT_INTERVAL_S)
@@ -136,7 +137,8 @@ class EngineWorker:
     def _send_update(self) -> None:
         deltas, now = self._engine.take_deltas(), time.monotonic()
         for delta in deltas:
-            if delta.error is not None:  # the client may get only a reference to the log
+            # Log the error here, because the client may get only a reference to the log.
+            if delta.error is not None:
                 log_line(f"{delta.request_id}: {delta.error}")
         deltas = self._split_deltas(deltas)
         is_idle = not self._is_busy
@@ -169,7 +171,7 @@ class EngineWorker:
             to_send.append(chunks.popleft())
             while chunks and not chunks[0].prompt_logprobs:  # such deltas are small
                 to_send.append(chunks.popleft())
-            if chunks:  # move this request to the end, so that requests take turns
+            if chunks:  # put this request at the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks
         return to_send
 
@@ -248,14 +250,15 @@ class EngineWorker:
             )
         except (TypeError, ValueError) as error:
             self._send(RequestRefused(name, error_info(error)))
-        except Exception as error:  # fail only this request; a broken engine fails in `advance`
+        # Fail only this request; if the engine itself is broken, `advance` will raise an error.
+        except Exception as error:
             log_line(f"{name}: {error!r}")
             info = ErrorInfo("", ("the request failed",), kind=ErrorKind.INTERNAL)
             self._send(RequestRefused(name, info))
 
 
 def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """Split a delta's prompt log-probabilities into chunks. The last chunk has all other fields."""
+    """Split a delta's prompt log-probabilities into chunks; the last also has all other fields."""
     scores = delta.prompt_logprobs
     while scores is not None and len(scores) > LOGPROBS_CHUNK_SIZE:
         cached = delta.num_cached_tokens
@@ -279,7 +282,7 @@ def _engine_info(engine: Engine) -> EngineInfo:
 
 
 def describe_start_error(error: Exception) -> str:
-    """Return why the engine could not be started. Print the traceback of an unexpected error."""
+    """Return a text that says why the engine could not be started."""
     message = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message:
         remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
@@ -311,7 +314,8 @@ def main(sock: socket.socket, parent: str) -> int:
         sock: Channel to the HTTP process.
         parent: Process id of the HTTP process. This process exits when the HTTP process ends.
     """
-    # Some supervisors send SIGTERM to the whole process group. The parent decides when to stop.
+    # Ignore SIGTERM, which some supervisors send to the whole process group: the parent process
+    # decides when this process stops.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     link = processes.MessageSocket(sock)

@@ -244,7 +244,8 @@ class App:
         try:
             is_control = scope["path"] in self._control_paths
             (self._control_access if is_control else self._access).check(scope)
-            # If "app" is set, Starlette's routes raise errors instead of answering in plain text.
+            # If "app" is set in the scope, Starlette's routes raise errors instead of sending plain
+            # text.
             scope = {**scope, "app": self}
             with self._bodies.track_buffered_bytes(scope):
                 await self._router(scope, receive, send_and_watch_start)
@@ -361,7 +362,7 @@ class App:
     async def _read_body(self, request: Request, body_type: type[T]) -> T:
         """Read the body of a request as a `body_type`.
 
-        A body may always have as many token ids as the model's maximum length.
+        The limit on values allows at least as many token ids as the model's maximum length.
         """
         serving = self._serving
         min_limit = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES
