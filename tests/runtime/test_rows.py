@@ -6,7 +6,7 @@ from jpaged.runtime.sampler import PADDING_PARAMS, SamplerLevel
 from jpaged.sampling_params import SamplingParams
 
 
-def test_padding_row_is_never_assigned():
+def test_batch_row_for_padding_is_never_assigned():
     table = RowTable(3)
     rows = {table.assign(seq_id) for seq_id in (10, 11)}
     assert rows == {0, 1}
@@ -28,7 +28,7 @@ def test_second_row_for_a_sequence_is_refused():
         table.assign(10)
 
 
-def test_sampling_level_of_a_batch_has_the_features_of_all_rows():
+def test_sampler_variant_of_a_batch_has_the_features_that_its_rows_need():
     table = RowTable(4)
     greedy, random = table.assign(1), table.assign(2)
     table.set_sampling(random, SamplingParams(temperature=0.5), seed=0)
