@@ -123,7 +123,8 @@ def test_json_object_format_starts_with_a_brace(serve: Run):
 
 
 async def _refusal_message(server: Server, spec: dict[str, Any]) -> str:
-    """Return the error for a refused spec, and check that the server answers the next request."""
+    """Send a structured-output spec that the server must refuse, and return the error message.
+    Check that the server answers the next request."""
     body = {"structured_outputs": spec, "max_tokens": 4, "stream": True}
     answer = await server.http.post("/v1/completions", json={"prompt": "a", **body})
     assert answer.status_code == 400, answer.text
@@ -148,7 +149,8 @@ def test_spec_above_a_limit_is_refused(serve: Run):
 def test_spec_that_exceeds_time_memory_or_stack_fails_only_its_request(
     serve: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Without the limit that refuses the spec, compiling it exceeds time, memory or stack."""
+    """Each spec is refused by a limit. Without the limit, compiling the spec would take too much
+    time, memory or stack."""
     spec, bound, _ = HOSTILE[name]
     monkeypatch.setattr(bounds, "SOURCE_LENGTH", bounds.SOURCE_LENGTH._replace(limit=10**9))
     monkeypatch.setattr(bounds, "MAX_MULTIPLE_OF", 10**9)
@@ -259,7 +261,8 @@ def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
         assert spec is not None
         assert '"enum":["Paris","Rome"]' in (spec.grammar or "")
         (choice,) = (await ask(server, tools=[with_strict(True)], temperature=0))["choices"]
-        assert choice["message"]["content"]  # the model has generated this text, not the script
+        # the model generated this text; it is not a scripted answer
+        assert choice["message"]["content"]
 
     serve(scenario, scripted, **HERMES)
 

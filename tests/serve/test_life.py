@@ -30,7 +30,8 @@ SLOW_START = STUB | {START_SECONDS: "60"}
 
 
 def ask_in_thread(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Send a request in a thread, which adds the response or the error to the returned list."""
+    """Send a request in a thread. Return a list to which the thread adds the response or the
+    error."""
     found: list[Any] = []
 
     def ask() -> None:
@@ -178,7 +179,7 @@ def test_engine_hung_during_startup_stops_the_server(tmp_path: Path):
         server.end()
 
 
-def test_tokenizing_process_hung_during_startup_stops_the_server(
+def test_tokenizer_process_hung_during_startup_stops_the_server(
     tmp_path: Path, compilation_cache: Path
 ):
     code = """import sys, time
@@ -186,7 +187,7 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
     time.sleep(1000)"""
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    limit = ("--start-timeout", "8")  # the test passes too if the engine starts later
+    limit = ("--start-timeout", "8")  # the test also passes if the engine starts after this line
     server = ServerProcess(compilation_cache, *limit, wait=False, environment=around)
     try:
         assert server.wait(60) == 1
@@ -198,7 +199,8 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
 def test_hung_engine_step_stops_the_server(tmp_path: Path, compilation_cache: Path, library: str):
-    """The step hangs in a C library, which holds or has released the interpreter lock."""
+    """In one case the step hangs in C code that holds the interpreter lock, in the other in C code
+    that has released it."""
     flag = tmp_path / "blocked"
     around = STUB | {BLOCKED_WHILE: str(flag), BLOCKED_IN: library}
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
@@ -242,7 +244,7 @@ def test_resumed_server_does_not_report_its_engine_as_hung(
         server.end()
 
 
-def test_serving_app_answers_over_asgi_without_a_socket(compilation_cache: Path):
+def test_asgi_app_answers_without_a_socket(compilation_cache: Path):
     flags = read_flags([*ARGUMENTS, "--compilation-cache-dir", str(compilation_cache)])
 
     async def use() -> None:
@@ -262,7 +264,9 @@ def test_serving_app_answers_over_asgi_without_a_socket(compilation_cache: Path)
     assert not engines_of(os.getpid())
 
 
-def test_serving_app_kills_a_hung_engine(compilation_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_asgi_app_kills_a_hung_engine_process(
+    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     flags = ["--compilation-cache-dir", str(compilation_cache), "--hang-timeout", "1"]
 
@@ -277,7 +281,7 @@ def test_serving_app_kills_a_hung_engine(compilation_cache: Path, monkeypatch: p
     assert not engines_of(os.getpid())
 
 
-def test_serving_app_raises_after_the_start_timeout(
+def test_asgi_app_raises_if_the_engine_exceeds_the_start_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     flags = ["--compilation-cache-dir", str(tmp_path), "--start-timeout", "0.5"]
@@ -293,7 +297,7 @@ def test_serving_app_raises_after_the_start_timeout(
     assert not caplog.text  # asyncio logs exceptions that are never retrieved
 
 
-def test_serving_app_raises_for_a_folder_without_a_model(compilation_cache: Path, tmp_path: Path):
+def test_asgi_app_raises_for_a_folder_without_a_model(compilation_cache: Path, tmp_path: Path):
     async def use() -> None:
         async with serving_app(read_flags(["--model", str(tmp_path)])):
             pass
@@ -362,7 +366,7 @@ def test_start_error_says_what_to_do(
     assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
 
 
-# The process signals itself, so that the signal arrives at a known line.
+# The server process sends the signal to itself, so that the signal arrives at a known line.
 BEFORE_IT_LISTENS = """
 from jpaged.serve import __main__, options
 options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})

@@ -88,12 +88,12 @@ def test_prefix_cache_is_not_shared_between_api_keys(serve: Run, salts: list[str
             assert await num_cached_tokens(server, headers) == 32
             assert await num_cached_tokens(server, headers, cache_salt="a") == 0
             assert await num_cached_tokens(server, headers, cache_salt="a") == 32
-        # The user name of Basic credentials does not change the key.
+        # The API key is the password of Basic credentials; the user name does not matter.
         page = {"Sec-Fetch-Site": "same-origin"}
         assert await num_cached_tokens(server, basic("anybody", "key-one") | page) == 32
         of_one = salts[0]
         assert len({*salts}) == 4
-        # Sending the salt of another key does not reach that key's cache.
+        # A request that sends the cache salt of another API key does not hit that key's cache.
         assert await num_cached_tokens(server, two, cache_salt=of_one) == 0
         assert await num_cached_tokens(server, two, cache_salt=f"{of_one}a") == 0
         known = ("key-one", sha256(b"key-one").hexdigest()[:8])
@@ -186,7 +186,7 @@ async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx
     return await server.http.post(PATH, content=pieces(), headers=headers)
 
 
-def test_total_size_of_pending_bodies_is_bounded(serve: Run):
+def test_total_size_of_pending_request_bodies_is_limited(serve: Run):
     async def scenario(server: Server) -> None:
         body = json.dumps({"prompt": "a" * 100, "max_tokens": 1}).encode()
         rest = asyncio.Event()
@@ -208,7 +208,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_body_counts_toward_the_total_size_until_its_response_ends(serve: Run):
+def test_request_body_counts_toward_the_size_limit_until_its_response_ends(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await running.read_some()
@@ -252,7 +252,7 @@ def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
     serve(scenario, limits={"max_num_queued_reqs": 0})
 
 
-def test_finished_request_frees_the_places_of_all_its_sequences():
+def test_finished_request_frees_the_queue_places_of_all_its_sequences():
     in_flight = InFlightLimiter(Limits(max_num_queued_reqs=0), max_num_seqs=8)
     for _ in range(3):
         with (

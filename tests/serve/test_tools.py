@@ -124,7 +124,7 @@ def test_streamed_tool_calls_follow_the_openai_chunk_format(
     serve_scripted(scenario)
 
 
-def test_logprobs_and_token_ids_are_sent_while_text_is_held_back(
+def test_stream_sends_logprobs_and_token_ids_while_text_is_held_back(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     async def scenario(server: Server) -> None:
@@ -179,7 +179,8 @@ def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
             "content": [{"type": "text", "text": "1"}],
         }
         scripted.say("Sunny.")
-        body = await ask(server, messages=[USER, message, result])  # calls, but no tools
+        # the messages contain calls, but the request has no tools
+        body = await ask(server, messages=[USER, message, result])
         assert body["choices"][0]["message"]["content"] == "Sunny."
         assert scripted.prompts[1] == (
             f"(user:Weather?)(assistant:I will look. {call_id} weather city=Paris)(tool{call_id}:1)"
@@ -196,7 +197,7 @@ def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
     serve_scripted(scenario)
 
 
-def test_special_tokens_in_tools_names_and_arguments_are_text(
+def test_special_tokens_in_tool_names_and_arguments_are_encoded_as_text(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     end = "<|im_end|>"
@@ -276,7 +277,7 @@ def test_structured_output_error_names_the_field_of_the_request(
     serve_scripted(scenario)
 
 
-def test_each_of_several_choices_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
+def test_each_choice_returns_its_own_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
         choices = (await ask(server, tools=[WEATHER], n=3))["choices"]
