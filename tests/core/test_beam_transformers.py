@@ -41,9 +41,9 @@ def torch_thread() -> Iterator[None]:
 
 @functools.cache
 def tables():
-    """Return random logits for each position and previous token, [positions, V, V].
-
-    If the logits did not depend on the position, reordered token pairs would have equal scores.
+    """Return random logits for each position and previous token, [positions, V, V]. The logits
+    depend on the position, because otherwise two orders of the same token pairs would have equal
+    scores.
     """
     import torch
 
@@ -92,7 +92,8 @@ def table_model() -> Any:
 def answers_of_transformers(
     prompts: list[list[int]], width: int, max_tokens: int, ends, **options
 ) -> list[Answers]:
-    """Return the answers of each prompt, best first; greedy search gives no scores (None)."""
+    """Return the answers of `transformers` to each prompt, best first. Greedy search gives no
+    scores: they are None."""
     import torch
 
     result = table_model().generate(

@@ -14,7 +14,7 @@ def make(seq_id: int = 0) -> Sequence:
 
 
 def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockChanges:
-    """Append tokens and count them as computed."""
+    """Append tokens to a sequence, and mark these tokens as computed."""
     changes = manager.append(sequence, num_tokens)
     sequence.num_computed_tokens += num_tokens
     return changes
