@@ -165,7 +165,8 @@ def _few_rows_kernel(
     # The copy of block scales begins `num_leading_scales` groups early, so that the copy's start is
     # aligned.
     num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
-    # Two consumers with large accumulators need more registers: the loader gives up some.
+    # Two consumers with large accumulators need more registers, so the loader releases some of its
+    # registers.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
 
     def stage_index(step):
@@ -414,7 +415,8 @@ def _many_rows_kernel(
                 ]
             results = [_apply_activation(sums)] if gated else sums
             for factor, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rounded = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // STORE_COLUMNS):
                     own_out = out_smem.at[warp_group, chunk]
@@ -482,7 +484,8 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
 
     The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
     adds the products of the next stage, each accumulator is multiplied by (previous scale / next
-    scale). That is one operation per sum and stage. To scale the products instead would take three.
+    scale). This takes one operation per sum and stage. Scaling the products instead would take
+    three.
 
     The divisor is at least 2 ** -60 times the largest scale so far, so the accumulators cannot
     overflow. If the scale of a stage is below this bound, the products of that stage are smaller
@@ -545,7 +548,8 @@ def continue_accumulation(multiply, sums):
 
 
 def _load_scales(ref, axis):
-    """Load scales in a layout that can be broadcast along axis `axis` of the sums."""
+    """Load scales into registers, in a layout that can be broadcast along axis `axis` of the
+    sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 

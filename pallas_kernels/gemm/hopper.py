@@ -44,7 +44,7 @@ from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 # bytes.
 TILE = 64
 # Constants of the many-rows kernel. A tile has `TILE_COLUMNS` columns per factor.
-CONSUMER_ROWS = 64  # rows per consumer
+CONSUMER_ROWS = 64  # rows that a consumer computes
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
 TILE_COLUMNS = 128
@@ -285,7 +285,8 @@ def _many_rows_kernel(
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             for index, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 result = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // TILE):
                     own_out = out_smem.at[warp_group, chunk]

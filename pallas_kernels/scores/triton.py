@@ -203,8 +203,8 @@ def _load_greedy_token(refs, row, width):
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
-    # Among equal logits the lowest token id wins. Each chunk has stored its lowest such id, so take
-    # the minimum.
+    # Among equal logits the lowest token id wins. Each chunk has stored the lowest id among its
+    # largest logits, so take the minimum over the chunks.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
     is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # false for NaN
     return jnp.where(is_finite, token, jnp.int32(-1))
