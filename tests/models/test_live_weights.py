@@ -1,4 +1,4 @@
-"""New weights on the device: each parameter has the bits that the loader gives it."""
+"""Test weight updates on the device: each parameter gets the same bits as from the loader."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,8 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Checkpoint:
-    """A random checkpoint of a case, and an engine's parameters that differ from it."""
+    """A random checkpoint for the model configuration `case`, and the parameters of an engine with
+    other weights."""
 
     def __init__(
         self, folder: Path, case: str, count: int = 1, quantization: Any = None, dtype: Any = None
@@ -52,7 +53,7 @@ class Checkpoint:
         return plan_model(self._folder, config, **options)
 
     def state(self) -> Any:
-        """Return the state of the family's model on one device, in float32."""
+        """Return the parameters of the model family on one device, in float32."""
         config = read_model_config(read_config(self._folder))
         return nnx.state(plan_model(self._folder, config, dtype=jnp.float32).load())
 
@@ -80,11 +81,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", dtype=jnp.bfloat16)
 
 
-def test_tensors_are_fused_and_cast(qwen: Checkpoint):
+def test_updated_tensors_are_fused_and_cast(qwen: Checkpoint):
     qwen.check(qwen.tensors)
 
 
-def test_second_update_compiles_nothing(qwen: Checkpoint):
+def test_second_weight_update_compiles_nothing(qwen: Checkpoint):
     qwen.check(qwen.tensors)
     other, events = {name: it + 0 for name, it in qwen.tensors.items()}, list[str]()
     copies = tuple(jnp.copy(it) for it in qwen.old)
@@ -102,7 +103,7 @@ def test_second_update_compiles_nothing(qwen: Checkpoint):
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: str):
+def test_updated_parameters_have_the_same_bits_as_loaded_parameters(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
@@ -112,7 +113,7 @@ def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: s
 @pytest.mark.parametrize(
     "case", ["qwen3-biases", "gpt2", "mistral-window", "qwen3_moe", "opt-350m"]
 )
-def test_devices_get_their_shards(tmp_path: Path, case: str):
+def test_each_device_gets_its_shard_of_updated_weights(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case, 2)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(nnx.to_pure_dict(checkpoint.state()))
@@ -121,14 +122,14 @@ def test_devices_get_their_shards(tmp_path: Path, case: str):
 
 
 def split(mesh: Mesh, array: jax.Array) -> jax.Array:
-    """Return the array split over the devices as a trainer may split it."""
+    """Return the array, split over the devices in a way that a training program may choose."""
     is_even = array.ndim > 0 and array.shape[0] % mesh.size == 0
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec("fsdp" if is_even else None)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
-def test_weights_are_quantized_on_the_device(tmp_path: Path, count: int):
+def test_updated_weights_are_quantized_on_the_device(tmp_path: Path, count: int):
     checkpoint = Checkpoint(tmp_path, "qwen2", count, "fp8", jnp.bfloat16)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
@@ -189,18 +190,18 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_arrays_are_named(qwen: Checkpoint, name: str):
+def test_error_names_the_arrays_that_a_weight_update_refuses(qwen: Checkpoint, name: str):
     change, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message):
         qwen.parameters.prepare(change(qwen.tensors), check_finite=True)
 
 
-def test_tied_head_may_be_given_with_the_embedding(qwen: Checkpoint):
+def test_weight_update_may_contain_a_tied_head_and_the_embedding(qwen: Checkpoint):
     embed = qwen.tensors["model.embed_tokens.weight"]
     qwen.check(qwen.tensors | {"lm_head.weight": embed + 0})
 
 
-def test_parts_of_a_state_are_missing(qwen: Checkpoint):
+def test_weight_update_with_missing_parts_is_refused(qwen: Checkpoint):
     state = nnx.to_pure_dict(qwen.state())
     del state["final_norm"]
     with pytest.raises(ValueError, match=re.escape("final_norm.weight (comes from final_norm.we")):
