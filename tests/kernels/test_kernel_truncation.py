@@ -49,7 +49,7 @@ def _kept(logits, rows, backend):
 def _bounds(logits, rows):
     """Return two masks: the tokens that must be kept, and the tokens that may be kept.
 
-    They differ for tokens so close to a threshold that float32 rounding decides.
+    The masks differ only for tokens so close to a threshold that float32 rounding decides.
     """
 
     def kept(top_p, min_p):
