@@ -163,7 +163,7 @@ def test_client_releases_the_arrays_of_a_step(process: MaskWorkerClient):
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_entries_of_the_mask_memory_are_reused(process: MaskWorkerClient):
+def test_entries_of_the_shared_mask_memory_are_reused(process: MaskWorkerClient):
     kept = begin_answers(process, WORDS, 2)
     for _ in range(20):
         answers = begin_answers(process, WORDS, 5)
