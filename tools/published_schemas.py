@@ -121,7 +121,8 @@ def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
 
 
 class _Adapting:
-    """Adapts the schemas of one document, and collects the definitions to which they refer."""
+    """Adapt the schemas of one document, and collect the definitions to which these schemas
+    refer."""
 
     def __init__(self, document: Any, *, excluding: bool):
         self._document, self._excluding = document, excluding
@@ -131,8 +132,8 @@ class _Adapting:
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
         """Return a schema that a grammar can enforce.
 
-        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Only its
-        strings get bounds then, because the enclosing schema gets the others.
+        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Then only
+        strings get bounds here, because the enclosing schema gets the bounds of all other types.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}

@@ -60,9 +60,8 @@ def model_of(shape: str, form: str) -> ModelConfig:
 
 
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
-    """Return the recipes of all programs that an engine of the shape compiles.
-
-    The function allocates no arrays.
+    """Return the compilation inputs (`Recipe`) of all programs that an engine of the model shape
+    compiles. The function allocates no arrays.
     """
     model = model_of(shape, form)
     options: dict[str, Any] = AS_VLLM | FORMATS[form]
@@ -82,7 +81,8 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
-    """Return the recipe of one program for each distinct set of GEMMs."""
+    """Choose one program for each distinct set of GEMMs, and return the compilation inputs
+    (`Recipe`) of these programs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
         if recipe.gemm_key is not None:
