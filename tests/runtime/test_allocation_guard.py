@@ -77,7 +77,7 @@ class StepAddresses(NamedTuple):
 
 
 class Steps:
-    """Simulates the allocations of an engine that launches each step while the previous step
+    """Simulate the buffer allocations of an engine that launches each step while the previous step
     runs."""
 
     def __init__(self, memory: Memory, num_rows: int, rng: random.Random):

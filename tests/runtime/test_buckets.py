@@ -10,7 +10,7 @@ def test_at_most_half_of_a_decode_batch_of_nine_or_more_is_padding():
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
-def test_logits_have_fewer_row_counts_than_batch_sizes():
+def test_number_of_logits_rows_is_padded_to_a_few_sizes():
     assert make_buckets(256, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 256)
     assert make_buckets(150, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 192)
     assert make_buckets(1, 64).logits_row_sizes == (8,)

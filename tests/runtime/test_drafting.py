@@ -47,7 +47,7 @@ def test_ngram_drafter_equals_a_plain_python_reference(drafter: NgramDrafter):
     rng = np.random.default_rng(0)
     lengths = np.array([0, 1, 2, 3, 5, *rng.integers(2, 41, 60)], np.int32)
     vocabulary = rng.integers(1, 5, len(lengths))[:, None]
-    # Entries after the length of a row are undefined.
+    # Tokens after the end of a sequence are undefined.
     history = (rng.integers(0, 1000, (len(lengths), 40)) % vocabulary).astype(np.int32)
     found = jax.jit(drafter)(DraftInputs(jnp.asarray(history), jnp.asarray(lengths)))
     rows = zip(history.tolist(), lengths.tolist(), strict=True)

@@ -169,8 +169,8 @@ def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # One more launch per layer rotates the keys of all tokens and writes keys and values to the
-    # pool.
+    # One more launch per layer rotates the keys of all tokens, and writes keys and values to the KV
+    # cache.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
@@ -524,7 +524,7 @@ def test_programs_that_compile_slowly_are_spread_over_all_compile_workers():
 
 
 def test_steps_with_fused_layers_are_compiled_first():
-    """XLA compiles the kernel of a fused layer only while it compiles nothing else."""
+    """XLA compiles the kernel of a fused layer only while no other compilation runs."""
     first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
     assert first == ("decode", 8)
     assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

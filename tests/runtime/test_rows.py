@@ -13,7 +13,7 @@ def test_batch_row_for_padding_is_never_assigned():
     assert np.array_equal(table.sampling_table[2], PADDING_PARAMS)
 
 
-def test_released_row_is_assigned_again():
+def test_released_batch_row_is_assigned_again():
     table = RowTable(2)
     assert table.assign(10) == 0
     table.release(10)
@@ -21,7 +21,7 @@ def test_released_row_is_assigned_again():
     assert table.assign(11) == 0
 
 
-def test_second_row_for_a_sequence_is_refused():
+def test_assigning_a_second_batch_row_to_a_sequence_is_refused():
     table = RowTable(3)
     table.assign(10)
     with pytest.raises(ValueError, match="sequence 10 has device row"):

@@ -182,7 +182,7 @@ def test_sampler_variant_with_more_features_returns_the_same_tokens():
         assert set(covering) == {by_level[needed][index]}
 
 
-def test_sampled_token_depends_only_on_its_row():
+def test_sampled_token_does_not_depend_on_other_batch_rows():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
     state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
@@ -430,7 +430,7 @@ def test_only_output_tokens_are_counted():
     assert counts.sum() == 1
 
 
-def test_loaded_rows_of_any_length_and_number_replace_old_state():
+def test_loading_any_number_of_rows_replaces_their_old_sampling_state():
     """The test loads more rows and tokens than one launch can load. Some output tokens are also in
     the prompt."""
     width, rng = 50, np.random.default_rng(0)
@@ -445,7 +445,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
     token_state = np.asarray(state.token_state)
-    assert (token_state[-2] == 3).all()  # a row that the test did not load
+    assert (token_state[-2] == 3).all()  # a batch row for which the test loaded no state
     for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
         expected = np.bincount(tokens[num_prompt:], minlength=width)
         expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT
@@ -454,7 +454,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
 
-def test_row_without_adjustments_ignores_old_state():
+def test_request_without_logit_adjustments_ignores_state_of_an_earlier_request():
     logits = _logits(8)
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
@@ -464,7 +464,7 @@ def test_row_without_adjustments_ignores_old_state():
     np.testing.assert_array_equal(_adjusted(logits, rows, garbage, row_ids), logits)
 
 
-def test_row_without_biases_ignores_old_biases():
+def test_request_without_logit_biases_ignores_biases_of_an_earlier_request():
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
     logits = _logits(2)

@@ -144,7 +144,7 @@ def test_swap_out_waits_for_earlier_transfers_with_the_callers_wait_function(
 def test_unneeded_blocks_of_a_swap_entry_are_not_copied(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     swap_out(entries, pool, 1, range(1, 31))
-    # The wanted blocks are in two chunks, and not in ascending order.
+    # The blocks to swap in belong to two chunks of the swap entry, and are not in ascending order.
     swap_in(entries, pool, SwapIn(1, ((29, 50), (2, 51), (17, 52))))
     check_copied(before, pool, source=[30, 3, 18], target=[50, 51, 52])
 
@@ -238,7 +238,7 @@ def test_blocks_are_swapped_in_chunks_with_little_padding():
         assert len(chunks) <= num_blocks // 64 + 3
 
 
-def test_swap_chunk_sizes_are_bounded():
+def test_number_of_blocks_per_swap_chunk_is_limited():
     def pool(num_blocks: int, block_elements: int):
         return jax.ShapeDtypeStruct((num_blocks, block_elements), jnp.int8)
 
