@@ -267,7 +267,7 @@ def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
     serve(scenario, scripted, **HERMES)
 
 
-def test_answer_with_tools_and_response_format_is_calls_or_valid_json(
+def test_request_with_tools_and_response_format_returns_tool_calls_or_valid_json(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:

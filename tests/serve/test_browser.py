@@ -147,7 +147,7 @@ def test_page_shows_a_request_from_its_first_block_until_its_blocks_are_free(pag
     assert page.evaluate("jpaged.player.waiting.length") == 0
 
 
-def test_page_shows_samples_sharing_prompt_blocks_and_copying_the_last(pages: Pages):
+def test_page_shows_that_samples_share_prompt_blocks_and_copy_the_last_one(pages: Pages):
     page = open_live(pages, pace="0")
     before = page.evaluate("jpaged.state.stats.num_block_copies")
     send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)

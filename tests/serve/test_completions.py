@@ -286,7 +286,7 @@ def test_text_offset_of_the_answer_starts_at_the_prompt_length(
     serve(scenario)
 
 
-def test_abort_during_prompt_scoring_returns_the_abort_reason(
+def test_abort_while_prompt_logprobs_are_computed_returns_finish_reason_abort(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 2)
@@ -308,7 +308,7 @@ def test_abort_during_prompt_scoring_returns_the_abort_reason(
     serve(scenario)
 
 
-def test_answers_encoded_in_a_thread_equal_inline_answers(
+def test_answers_encoded_in_a_thread_equal_answers_encoded_in_the_event_loop(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     prompt = "".join(f"{i}, " for i in range(50))

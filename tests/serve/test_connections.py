@@ -124,7 +124,8 @@ def test_surplus_connections_get_503_except_for_health_routes():
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # the server answers on connections within the limit
+            # the server answers requests on connections within the limit
+            for reader, writer in early:
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -214,7 +215,8 @@ def test_new_connections_wait_while_file_descriptors_run_out(
             await serving.wait_closed()
 
     asyncio.run(scenario())
-    assert 1 <= len(attempts) <= 3  # asyncio tries to accept at most once per second
+    # without file descriptors, asyncio tries to accept a connection only once per second
+    assert 1 <= len(attempts) <= 3
     assert "Traceback" not in caplog.text
     assert capsys.readouterr().err.count("Too many open files") == 1
 
@@ -336,7 +338,7 @@ def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.Mon
     [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
     ids=["a body", "headers and a body"],
 )
-def test_slow_request_is_closed_at_the_header_or_body_timeout(
+def test_connection_of_a_slow_request_is_closed_at_the_header_or_body_timeout(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)

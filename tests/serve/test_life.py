@@ -318,7 +318,9 @@ def test_starting_engine_exits_when_its_server_is_killed(tmp_path: Path):
         time.sleep(0.05)
 
 
-def test_unloadable_model_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
+def test_server_exits_with_an_error_if_the_model_cannot_be_loaded(
+    compilation_cache: Path, tmp_path: Path
+):
     server = ServerProcess(compilation_cache, "--model", str(tmp_path), wait=False)
     assert server.wait(60) == 1
     assert "error:" in server.log
@@ -406,13 +408,15 @@ def test_engine_exits_when_its_server_died_before_it_started():
     assert engine.returncode == 1
 
 
-def test_unresolvable_host_is_an_error(capsys: pytest.CaptureFixture[str]):
+def test_server_exits_with_an_error_if_its_host_name_cannot_be_resolved(
+    capsys: pytest.CaptureFixture[str],
+):
     for host in ("a" * 64 + ".b", "no.such.host.invalid"):
         assert run_server(read_flags(["--host", host])) == 1
         assert f"cannot listen at {host}:8000" in capsys.readouterr().err
 
 
-def test_port_in_use_is_an_error(compilation_cache: Path):
+def test_server_exits_with_an_error_if_its_port_is_in_use(compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         server = ServerProcess(compilation_cache, "--port", port, wait=False, environment=STUB)

@@ -238,7 +238,7 @@ def test_full_queue_gets_503(serve: Run, engine: Engine):
 
 
 @pytest.mark.usefixtures("slow")
-def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
+def test_request_that_would_have_to_wait_gets_503_if_the_queue_size_is_zero(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "n": 8})
         await asyncio.sleep(0.2)
@@ -247,7 +247,8 @@ def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
         await running.task
         await server.canary()
         answer = await server.http.post(PATH, json={**LONG, "prompt": ["a"] * 9})
-        assert answer.status_code == 400  # the request is too large even if no other request runs
+        # nine sequences are too many for the engine even if no other request runs
+        assert answer.status_code == 400
 
     serve(scenario, limits={"max_num_queued_reqs": 0})
 
@@ -337,7 +338,7 @@ def test_draining_server_rejects_new_requests_and_ends_running_ones(serve: Run):
     serve(scenario)
 
 
-def test_priority_is_accepted_with_the_priority_policy(serve: Run, engines: Any):
+def test_request_may_have_a_priority_with_the_priority_scheduling_policy(serve: Run, engines: Any):
     async def scenario(server: Server) -> None:
         await server.complete(prompt="a", max_tokens=1, priority=-5)
 

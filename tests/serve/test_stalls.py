@@ -312,7 +312,7 @@ class Stream:
         self._thread.start()
 
     def take(self) -> float:
-        """Return the longest gap since the last call."""
+        """Return the longest gap between two events of the stream since the last call of `take`."""
         seen = len(self._gaps)
         # let a gap between two events end
         while len(self._gaps) < seen + 3 and self._thread.is_alive():

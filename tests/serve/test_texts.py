@@ -105,7 +105,8 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
 
 
 def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
-    """Also check that requests to /tokenize count towards the limit of requests per client."""
+    """The test also checks that requests to /tokenize count towards the limit of requests per
+    client."""
 
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}
@@ -280,7 +281,7 @@ def test_tokenizing_continues_after_a_forked_process_sends_an_invalid_message(
 
 
 def test_short_tokenize_jobs_run_first_and_long_jobs_run_in_order():
-    """Also check that a job is dropped if it is cancelled."""
+    """The test also checks that a cancelled job is dropped."""
 
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
@@ -336,7 +337,7 @@ def test_tokenizer_processes_end_when_the_server_is_killed():
 
 
 def live_process_states(group: int) -> list[str]:
-    """Return the states of the processes in a process group, without ended processes."""
+    """Return the states of all processes of a process group that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

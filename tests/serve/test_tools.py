@@ -77,7 +77,9 @@ def without_id(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name != "id"}
 
 
-def test_tool_call_is_returned_with_content(serve_scripted: Run, scripted: ScriptedEngine):
+def test_answer_contains_both_text_content_and_the_tool_call(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER)
         (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
