@@ -126,7 +126,8 @@ class FakeDevice:
         return 10**6
 
     def spoil(self, pool: BlockPool) -> None:
-        """Delete the KV in free blocks. No step may read it after a reset of the prefix cache."""
+        """Delete the KV in free blocks, which no step may read after a reset of the prefix
+        cache."""
         for block_id in pool.free_block_queue:
             for offset in range(self.block_size):
                 self.slots.pop(block_id * self.block_size + offset, None)

@@ -191,7 +191,7 @@ def all_options():
         keep=lambda width, max_tokens: (max_tokens == 20) == (width % 2 == 1),
     ),
 )
-def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: int):
+def test_beam_search_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: int):
     seen = Counter()
     for options, ends in all_options():
         compare(PROMPTS, width, max_tokens, ends, seen, **options)
@@ -206,7 +206,7 @@ def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: 
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_single_prompts_give_the_answers_of_transformers(width: int):
+def test_beam_search_of_single_prompts_gives_the_same_answers_as_transformers(width: int):
     seen = Counter()
     for number, (options, ends) in enumerate(all_options()):
         compare([[number % VOCAB, 7]], width, 9, ends, seen, **options)

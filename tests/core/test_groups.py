@@ -73,7 +73,7 @@ def test_samples_of_a_cached_prompt_start_without_copying_a_batch_row():
     driver.run()
 
 
-def test_sample_that_ends_early_frees_its_block_and_row():
+def test_sample_that_ends_early_frees_its_block_and_batch_row():
     driver = Driver(make_scheduler(block_size=4, max_num_seqs=2))
     driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=2))
     driver.add(make_request("2", 2, max_tokens=2))

@@ -89,7 +89,7 @@ def test_largest_request_with_several_samples_that_fits_the_pool_finishes(
             group_driver(needed - 1)
     group_driver(needed).run()
     driver = group_driver(needed)
-    for name in "2345":  # more urgent requests preempt the group
+    for name in "2345":  # more urgent requests preempt the request with several samples
         for _ in range(3):
             driver.step()
         driver.add(make_request(name, min(needed * block_size, 12), max_tokens=1))
@@ -121,11 +121,11 @@ def driver_with_pins(num_blocks: int) -> Driver:
 
 @pytest.mark.parametrize(
     ("group", "prompt", "max_tokens", "needed"),
-    # The last case shares two of the pinned blocks.
+    # In the last case, the request shares two of the pinned blocks.
     [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],
     ids=str,
 )
-def test_pinned_prefix_reduces_the_needed_blocks_by_the_shared_blocks(
+def test_request_with_a_pinned_prefix_needs_fewer_additional_blocks(
     group: int | BeamSearch, prompt: int, max_tokens: int, needed: int
 ):
     request = group_request("2", [0] * prompt, max_tokens, group)

@@ -132,7 +132,7 @@ def test_request_queue_stays_sorted(has_fast_front: bool):
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
-def test_queue_integrity_check_finds_wrong_order(ranks: list[tuple[int, int]]):
+def test_integrity_check_finds_a_request_queue_in_the_wrong_order(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival_index = rank

@@ -147,7 +147,7 @@ def test_fault_in_a_beam_search_ends_no_other_request(
     assert reasons.count(FinishReason.ERROR) == 1
 
 
-def test_beam_without_a_token_ends_its_search():
+def test_beam_search_ends_if_the_model_returns_no_token_for_a_beam():
     search = make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10)
     driver = driver_of(search, make_request("2", 5, max_tokens=9), lag=1, num_blocks=33)
     rows: list[int] = []
@@ -168,7 +168,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # this launches another step, then reads the step that sampled no token
+    driver.step()  # the driver launches another step, then reads the step that sampled no token
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()

@@ -245,7 +245,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
-        """Pin a cached prefix, or expect a refusal if a request would no longer fit."""
+        """Pin a cached prefix. If a request would then no longer fit, check that the pin is
+        refused."""
         scheduler = self.driver.scheduler
         manager, pins = scheduler.block_manager, scheduler.block_manager.pins
         num_blocks = len(prompt) // manager.block_size

@@ -56,13 +56,13 @@ def test_mixed_step_has_all_decode_rows_and_fills_up_with_prompt_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # A step adds the tokens of its chunks, and one sampled token for each finished prompt and each
-    # decode row.
+    # A step adds the tokens of its prompt chunks to the total, and one sampled token for each
+    # finished prompt and each decode row.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 
 
-def test_postponed_row_computes_the_same_token_in_a_later_step():
+def test_sequence_postponed_in_one_step_gets_the_same_token_in_a_later_step():
     driver = Driver(make_scheduler(block_size=4, digest="xxh3"), lag=1)
     for name in "12":
         driver.add(make_request(name, 3, max_tokens=6))

@@ -152,8 +152,8 @@ def test_waiting_request_fits_when_a_prefix_that_it_shares_is_cached():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
-    # Request 2 needs four blocks, and one must stay free. Only three are free, so it must share
-    # two.
+    # Request 2 needs four blocks, and one must stay free. Only three are free, so request 2 must
+    # share two cached blocks.
     assert rows(driver.step()) == [(1, 0, 9)]
     assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
     driver.run()

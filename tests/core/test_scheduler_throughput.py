@@ -67,7 +67,7 @@ def test_prompt_longer_than_a_step_is_computed_alone(digest: str | None):
 @pytest.mark.parametrize(
     ("goal", "by_priority"), [(SchedulingGoal.LATENCY, False), (SchedulingGoal.THROUGHPUT, True)]
 )
-def test_latency_goal_or_priorities_decode_all_rows_in_each_step(
+def test_all_sequences_decode_in_each_step_with_the_latency_goal_or_priorities(
     goal: SchedulingGoal, by_priority: bool
 ):
     driver = throughput_driver(6, 6, 6, 6, by_priority=by_priority)
@@ -105,7 +105,7 @@ def test_no_request_overtakes_a_partly_computed_request_with_two_samples():
 
 
 @pytest.mark.parametrize(("scored_from", "second"), [(None, {0: 1, 1: 8, 2: 1}), (1, {1: 8, 2: 2})])
-def test_tokens_that_the_cache_will_contain_fill_a_step_only_for_requests_that_ignore_the_cache(
+def test_prompts_with_a_common_prefix_fill_a_step_only_if_they_ignore_the_cache(
     scored_from: int | None, second: dict
 ):
     driver = throughput_driver(digest="xxh3")
@@ -149,5 +149,5 @@ def test_prompts_wait_until_enough_batch_rows_are_free():
 
 
 @pytest.mark.usefixtures("two_free_rows")
-def test_partly_computed_prompt_fills_a_step():
+def test_rest_of_a_partly_computed_prompt_fills_a_step():
     check_steps(throughput_driver(3, 3, 27, 9, 9), {0: 3, 1: 3, 2: 4}, {2: 10}, {2: 10})

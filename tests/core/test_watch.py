@@ -105,7 +105,7 @@ def test_pool_watch_reports_copy_on_write():
         changes = replica.update()
         kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
         copies |= changes.copies
-    assert (1, 1) in kept  # one table keeps its first block, and the second block is replaced
+    assert (1, 1) in kept  # one block table keeps its first block, and gets another second block
     assert copies == {3: 2}
     replica.check()
 
@@ -116,7 +116,7 @@ def test_pool_watch_reports_a_block_table_that_shrinks_and_grows_again():
     driver.step()
     replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # the step has computed 3 tokens
+    sequence.num_computed_tokens = 3  # as if the step had computed only 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
