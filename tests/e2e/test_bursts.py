@@ -202,7 +202,7 @@ def test_generate_runs_larger_multi_step_decodes_than_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
     """`step` must end soon, because a new request may arrive before the next call. `generate` may
-    run larger bursts."""
+    decode more sequences in one multi-step decode."""
     engine = engines(shallow_folder, **MANY)
     prompts = [*PROMPTS, *PROMPTS]
     kinds = [
@@ -224,7 +224,7 @@ def test_generate_runs_larger_multi_step_decodes_than_step(
 def test_batch_size_of_a_multi_step_decode_fits_its_largest_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """Later steps of a burst have fewer sequences if requests finish."""
+    """Later steps of a multi-step decode have fewer sequences if requests finish."""
     engine = engines(shallow_folder, **MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]

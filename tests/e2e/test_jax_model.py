@@ -42,7 +42,7 @@ PROMPTS = [[*PREFIX, 5], [*PREFIX, 11, 12, 13, 11, 12, 13, 11, 12], [3]]
 
 
 class DenseStep:
-    """Computes attention over the tokens of one sequence, without a KV cache.
+    """Compute attention over the tokens of one sequence, without a KV cache.
 
     If `kv_dtype` is given, keys and values are rounded to it, as in a KV pool of this dtype.
     """
@@ -174,7 +174,7 @@ SPECULATION = {
 
 
 @pytest.mark.parametrize(("loop", "speculation"), covering(LOOPS, SPECULATION, strength=1))
-def test_greedy_tokens_are_those_of_the_model_without_a_cache(
+def test_greedy_tokens_equal_those_of_the_model_without_a_kv_cache(
     expected: list[list[int]], loop: str, speculation: str
 ):
     options = {name: dict(value) for name, value in SPECULATION[speculation].items()}
@@ -204,7 +204,7 @@ def test_preemption_changes_no_answer(jax_engines: Callable[..., Engine], loop: 
 
 
 @pytest.mark.full
-def test_seeded_samples_are_the_same_with_speculation(jax_engines: Callable[..., Engine]):
+def test_seeded_samples_are_the_same_with_speculative_decoding(jax_engines: Callable[..., Engine]):
     prompts, params = make_workload(REQUESTS[1:2], 4, VOCAB_SIZE, max_tokens=NUM_TOKENS)
     drafting = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     first, second = (engine.generate(prompts, params) for engine in (jax_engines(), drafting))
@@ -223,7 +223,7 @@ def test_kv_cache_has_the_dtype_of_16_bit_params(dtype: Any):
     assert len(output.outputs[0].token_ids) == NUM_TOKENS
 
 
-def test_weakly_typed_parameter_does_not_change_a_dtype():
+def test_model_with_a_weakly_typed_parameter_returns_prompt_logprobs():
     params = jax.tree.map(lambda it: it.astype(jnp.bfloat16), tiny_params())
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
@@ -389,7 +389,7 @@ def test_tokenizer_that_is_not_a_folder_is_refused():
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loop: str):
+def test_all_tokens_after_a_weight_update_use_the_new_weights(expected: list[list[int]], loop: str):
     old = jax.tree.map(lambda it: it[::-1], tiny_params())
     engine, old_embed = make_engine(params=old, **LOOPS[loop]), ref(old["embed"])
     assert tokens(engine.generate(PROMPTS, GREEDY)) != expected

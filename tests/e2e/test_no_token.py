@@ -134,7 +134,8 @@ def test_nan_in_the_null_block_changes_no_answer(
 
 
 def test_nan_logits_in_a_multi_step_decode_end_one_request_only(engines: Engines, nan_folder: Path):
-    """One request samples the token `BAD`, whose embedding is NaN, in the step before the burst."""
+    """One request samples the token `BAD`, whose embedding is NaN, in the step before the
+    multi-step decode."""
     burst, long = 3, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     options = {**OPTIONS, "max_num_seqs": 8, "num_scheduler_steps": burst}
     engine, (prompt, _) = engines(nan_folder, **options), HEALTHY["greedy"]

@@ -32,7 +32,7 @@ compares."""
 
 
 class Replicas:
-    """Runs the example in a process, and collects the output of the process and of its replicas."""
+    """Run the example in a process, and collect the output of the process and of its replicas."""
 
     def __init__(self, cache: Path):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]

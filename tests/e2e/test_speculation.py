@@ -65,7 +65,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     ("feature", "loop", "num_drafts"),
     covering(FEATURES, LOOPS, [1, 3, 7], strength=1),
 )
-def test_tokens_are_the_same_with_speculation(
+def test_speculative_decoding_changes_no_token(
     engines: Engines, shallow_folder: Path, feature: str, loop: str, num_drafts: int
 ):
     options = {"speculative_config": replace(NGRAM, num_speculative_tokens=num_drafts)}
@@ -162,7 +162,7 @@ def test_arrivals_and_aborts_change_no_answer_with_speculation(
 def test_sequence_may_be_preempted_within_a_speculative_multi_step_decode(
     engines: Engines, shallow_folder: Path
 ):
-    """A step of a burst preempts a row that earlier steps of the burst compute."""
+    """A step preempts a sequence that earlier steps of the same multi-step decode compute."""
     options: dict[str, Any] = {"block_size": 4, "max_model_len": 120}
     tight: dict[str, Any] = {"num_blocks": 40, "preemption_mode": "recompute"}
     speculative = engines(

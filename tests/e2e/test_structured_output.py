@@ -156,7 +156,7 @@ def test_steps_without_a_grammar_have_no_token_mask(engine: Engine):
         assert not any(name == "mask" for launch in steps.launches for name, _ in launch.programs)
         engine.generate(QUESTION, SamplingParams(structured_outputs=DATE, seed=1))
     masked = [it for it in steps.launches if any(name == "mask" for name, _ in it.programs)]
-    assert len(masked) >= len("2000-01-01")  # a token is one byte here
+    assert len(masked) >= len("2000-01-01")  # a token of this tokenizer is one byte
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"detokenize": False}], ids=str)
@@ -557,7 +557,8 @@ def test_step_waits_for_grammar_masks_of_sequences_that_cannot_skip_it(
     expected = answers(engine.generate([QUESTION] * 13, params))
     counts = delay_masks(monkeypatch, chance=0.2)
     assert answers(engine.generate([QUESTION] * 13, params)) == expected
-    assert not counts or kind == 2  # the last remaining sample can skip a step
+    # with `kind` 2, the last running sample of the request can skip a step
+    assert not counts or kind == 2
 
 
 def delay_masks(
