@@ -328,14 +328,14 @@ def test_estimated_maximum_error_bounds_the_error_of_a_measured_rate():
 
 
 @pytest.mark.parametrize(("threshold", "rate"), [(1.0, 3.0), (30.0, None), (0.01, None)])
-def test_crossing_of_a_threshold_is_interpolated_between_points(
+def test_rate_where_latency_crosses_the_threshold_is_interpolated(
     threshold: float, rate: float | None
 ):
     curve = ((1.0, 0.1), (2.0, 0.1), (4.0, 10.0), (5.0, 20.0))
     assert measures.crossing(curve, threshold) == pytest.approx(rate)
 
 
-def test_ratio_to_a_range_is_1_inside_the_range():
+def test_ratio_of_a_value_to_a_range_is_1_inside_the_range():
     assert compared(4.0, 3.0) == {"paper": "4", "ours": 3.0, "ratio": 0.75}
     assert compared((1.7, 2.7), 2.0)["ratio"] == 1.0
     assert compared((1.7, 2.7), 3.4)["ratio"] == pytest.approx(3.4 / 2.7)

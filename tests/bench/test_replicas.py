@@ -8,7 +8,7 @@ from bench.replicas import OUTPUT_LEN, Answered, answer, median_of, row_of
 from jpaged import Engine
 
 
-def test_throughput_of_n_replicas_is_n_times_that_of_one():
+def test_benchmark_assumes_that_n_replicas_have_n_times_the_throughput_of_one():
     row = row_of(8, replica=Answered(2.0, 1e-3), shared=Answered(1.0, 2e-3))
     assert row["replicas_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN / 2)
     assert row["shared_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN)

@@ -58,7 +58,7 @@ def test_two_tensor_parallel_devices_halve_the_lower_bound(shape: str):
         assert seconds(each) == pytest.approx(seconds(alone) / 2, rel=1e-3)
 
 
-def test_fp8_weights_and_cache_lower_the_lower_bound():
+def test_lower_bound_of_the_step_time_is_smaller_with_fp8_weights_and_kv_cache():
     floors = {}
     for form in FORMATS:
         options = FORMATS[form]
