@@ -169,7 +169,7 @@ def test_an_empty_path_is_the_current_folder(tmp_path, monkeypatch):
     assert resolve_checkpoint("") == tmp_path
 
 
-def test_file_as_model_path_is_refused(tmp_path):
+def test_model_path_that_is_a_file_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="give the folder"):

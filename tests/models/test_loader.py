@@ -121,7 +121,7 @@ def test_every_value_is_loaded_into_its_parameter(tmp_path, monkeypatch, num_fil
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_weights_are_kept_or_cast_to_the_dtype(tmp_path, source, target):
+def test_loaded_weights_keep_their_dtype_or_are_cast_to_the_requested_one(tmp_path, source, target):
     tensors = make_tensors(DTYPES[source])
     save(tmp_path, tensors)
     got = load(tmp_path, DTYPES[target])

@@ -106,7 +106,7 @@ def check_greedy_generation_is_token_exact(case):
             if not sequence.remaining:
                 sequence.tokens.append(int(chunk[-1].argmax()))
         if not preempted and len(sequences[1].tokens) == len(prompts[1]) + 5:
-            harness.release(sequences[1])  # The next steps recompute the whole sequence.
+            harness.release(sequences[1])  # The following steps compute the whole sequence again.
             preempted = True
     assert preempted
     for prompt, sequence in zip(prompts, sequences, strict=True):
