@@ -292,7 +292,8 @@ class Floor:
         )
 
     def read_bytes(self, num_seqs: float) -> float:
-        """Return the expected bytes of weights that a decode step of `num_seqs` sequences reads."""
+        """Return the expected number of bytes of weights that a decode step of `num_seqs` sequences
+        reads."""
         skipped_share = (1 - self.chosen_share) ** num_seqs
         return self.weight_bytes - self.expert_bytes * skipped_share
 

@@ -214,12 +214,12 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Launch a program with several decode steps. Choose an allowed number of steps that
-        computes no token too many.
+        """Launch a program with several decode steps. Choose the largest allowed number of steps
+        below a limit.
 
-        With static batching, the sequence that needs the most tokens limits the number of steps.
-        Otherwise, the sequence that needs the fewest tokens limits it. If requests may arrive and a
-        row is free, launch one step.
+        With static batching, the limit is the number of tokens that the longest sequence still
+        needs. Otherwise, the limit is the number that the shortest sequence still needs. If
+        requests may arrive and a row is free, launch one step.
         """
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)

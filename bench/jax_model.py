@@ -76,7 +76,7 @@ def make_tensors(config: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) -> Engine:
-    """Return an engine of one of `MODELS`."""
+    """Return an engine that serves the model `model`, one of `MODELS`, with random weights."""
     options: dict[str, Any] = AS_VLLM | {"kv_cache_memory_bytes": kv_cache_memory_bytes}
     if model == "built-in":
         with tempfile.TemporaryDirectory() as folder:

@@ -139,7 +139,8 @@ def published() -> dict[str, Any]:
 
 
 def shares(engine: Engine, size: Size) -> dict[str, Any]:
-    """Return a row of the table `shares`: how many answers end by themselves, are valid, ..."""
+    """Return the row of the table `shares`: how many answers end by themselves, are valid, are cut,
+    and are the beginning of a valid answer."""
     forms = {name: StructuredOutputs(json=schema) for name, schema in published().items()}
     asked = [[*forms][i % len(forms)] for i in range(size.answers)]
     params = [

@@ -146,7 +146,8 @@ class OrcaMax(BlockManager):
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether the request already has a range, or a long enough range is free."""
+        """Return whether the request already has a reserved range, or a long enough range is
+        free."""
         if first.seq_id in self.reservations:
             return True
         return self.ranges.fits(self.num_blocks_for(self.num_reserved_slots(first.request)))

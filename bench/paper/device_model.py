@@ -151,7 +151,7 @@ class Coefficients:
     joint: float = 2.0  # exponent p of the function `join`
     kv_bandwidth: float = 4e12
     prefill_rate: float = 3e14
-    element: float = 1e-12  # seconds per row and per element of the hidden state
+    element: float = 1e-12  # `element` is in seconds per row and per element of the hidden state
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10

@@ -476,7 +476,8 @@ def search(
 
 
 def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None:
-    """Return the rate at which a curve first exceeds `level`, by interpolation; None if nowhere."""
+    """Return the rate at which a curve first exceeds `level`, by interpolation between its points.
+    Return None if the curve never exceeds `level`."""
     before: tuple[float, float] | None = None
     for rate, latency in curve:
         if latency >= level:
@@ -490,7 +491,8 @@ def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None
 
 @cache
 def _device(shape: str, server: str) -> DeviceModel:
-    """Return the device model of a server: an H200 for 13B models, else the paper's GPUs."""
+    """Return the device model of a server. 13B models run on an H200, larger models on the GPUs of
+    the paper."""
     gpu, num_gpus = GPUS[server]
     return device_model(shape, gpu, num_gpus)
 

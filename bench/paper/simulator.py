@@ -379,7 +379,7 @@ class Tally:
         self._looked = {True: np.zeros(5), False: np.zeros(5)}
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0
-        # `_seen` is the latest memory sample since the last call of `spend`.
+        # `_seen` is the latest `_MemorySample` since the last call of `spend`, or None.
         self._seen: _MemorySample | None = None
         # Maps a sequence id to the number of computed tokens after the last prefill step of the
         # sequence.
