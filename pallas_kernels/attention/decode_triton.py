@@ -516,7 +516,7 @@ def _combine_states(one, other):
     return top, one[1] * weight + other[1] * other_weight, one[2] * weight + other[2] * other_weight
 
 
-# --- New token: queries, key and value from the fused projection -------------------------------
+# --- Loading queries, key and value of a new token from the fused projection -------------------
 
 
 def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):

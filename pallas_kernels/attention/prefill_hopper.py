@@ -124,7 +124,8 @@ def paged_prefill_attention(
         scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers
     )
     window = num_consumers * CONSUMER_ROWS // heads_per_tile
-    # Pad q to whole windows. The step's buckets are multiples of the window and need no padding.
+    # Pad q to a multiple of the window. The engine's buckets are such multiples, so its batches get
+    # no padding here.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))

@@ -142,8 +142,8 @@ def prefill_config(
 ) -> PrefillConfig:
     """Return the launch parameters of prefill_triton.py.
 
-    Long sequences get 256 rows and 8 warps if registers can hold the float32 output. Short
-    sequences get small tiles, which waste fewer rows.
+    With long sequences, a tile has 256 rows and 8 warps if registers can hold the float32 output.
+    With short sequences, tiles are small, because small tiles waste fewer rows.
 
     Args:
         num_tokens: Number of query tokens in the batch.

@@ -230,7 +230,8 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Yield, for each group of a step, a list of (row scales * weight scale) per factor."""
+            """Yield one list for each scale group of a step. The list contains (row scales * weight
+            scale) for each factor."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
                 row_scales = _load_scales(x_scale_smem.at[stage, i], 1)
@@ -453,7 +454,7 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        # Reading the accumulators waits until the tensor core is done.
+        # Reading the accumulators makes the warpgroup wait until the tensor core has finished.
         return [own_sums[...] for own_sums in sums]
 
     def scaled(part, scale):

@@ -280,7 +280,7 @@ def _many_rows_kernel(
             results = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
             if gated:
                 gate, up = results
-                # The result is silu(gate) * up. The gate must be finite.
+                # The result is silu(gate) * up. This formula may give NaN if the gate is infinite.
                 results = [gate * (up / (1 + jnp.exp(-gate)))]
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)

@@ -107,7 +107,8 @@ class GemmPartition:
 
     @functools.cached_property
     def max_partials(self) -> int:
-        """Maximum number of programs that share a column block; each stores one split-K partial."""
+        """Maximum number of programs that compute parts of the same column block. Each of these
+        programs stores one split-K partial."""
         return max(self.last_program(j) - self.first_program(j) + 1 for j in range(self.blocks))
 
     def first_program(self, block):
@@ -550,7 +551,7 @@ class _GatherTask:
         return WordLoad(address, columns // 2, self.is_live)
 
     def _add_partial_loads(self, gemm_index, sides):
-        """Append the loads of all split-K partials of this task's column block.
+        """Append the loads of all split-K partials of the column block that this task needs.
 
         `sides` is 2 for the gate and up GEMM, else 1.
         """

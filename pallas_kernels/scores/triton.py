@@ -49,11 +49,12 @@ from pallas_kernels.scores.adjustments import (
 )
 
 BLOCK_TOKENS = 128
-# A program of the scan launch reads `CHUNK_TOKENS` tokens.
+# In the first launch, which scans the logits, a program reads `CHUNK_TOKENS` tokens.
 CHUNK_TOKENS = 4096
-# The finish launch reads `RANK_TILE` tokens per iteration to count the rank of a token.
+# In the second launch, a program reads `RANK_TILE` tokens per iteration to count the rank of a
+# token.
 RANK_TILE = 4096
-NUM_WARPS = 4  # A program of either launch has `NUM_WARPS` warps.
+NUM_WARPS = 4  # In both launches, a program has `NUM_WARPS` warps.
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 # Value of `needs_scores` for rows that report logits. Rows with log-probabilities have 1, and rows
 # without scores 0.
