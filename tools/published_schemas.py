@@ -179,7 +179,7 @@ class _Adapting:
         """Return a reference to the adapted definition; first adapt the definition if necessary."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
-            # The entry ends the recursion if the schema refers to itself.
+            # This entry ends the recursion if the definition refers to itself.
             self.definitions[name] = {}
             found = self._document
             for step in pointer.partition("#")[2].split("/")[1:]:
@@ -204,7 +204,7 @@ def _kind_of(own: Mapping[str, Any]) -> str | None:
 
 
 def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords to add, so that values of the given types have bounds."""
+    """Return the keywords to add to a schema, so that values of the given types have bounds."""
     if "enum" in own or "const" in own:
         return {}
     found: dict[str, Any] = {}

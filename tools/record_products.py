@@ -91,7 +91,8 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return {digest of the weights of one device: sorted numbers of rows of the GEMMs}."""
+    """Return a dict from a digest of the weights of one device to the sorted numbers of rows in its
+    GEMMs."""
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)
@@ -102,7 +103,8 @@ def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[
 def measure(
     shape: str, cache: str, path: Path, record: GemmRecord, num_devices: int = 1, form: str = "bf16"
 ) -> GemmRecord:
-    """Let XLA measure the GEMMs one by one, then start an engine to measure everything else.
+    """Let XLA autotune the GEMMs one by one. Then start an engine, so that XLA autotunes everything
+    else.
 
     Returns:
         `record` with the new results added. The function also writes it to `path`.

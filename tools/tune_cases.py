@@ -29,7 +29,7 @@ Made = tuple[Any, tuple]
 
 @dataclass(frozen=True)
 class Case:
-    """An op with inputs of one size.
+    """A benchmark case: an op with inputs of one size.
 
     Attributes:
         make: Function that takes a seed and returns (state, arguments).

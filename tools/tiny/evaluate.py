@@ -134,7 +134,7 @@ def _late_turn(question: Example, seed: int) -> Document:
 
 
 def report_of(report: dict[str, dict[str, float]], examples: int, dtype: str) -> dict[str, object]:
-    """Return the content of evaluation.json."""
+    """Return the evaluation report, which is written to evaluation.json."""
     return {"examples": examples, "seed": SEED, "dtype": dtype, "accuracy": report}
 
 

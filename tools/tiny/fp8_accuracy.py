@@ -103,8 +103,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each task and form.
 
-    The first call stores its log-probabilities in `base`. Later calls compare with them to compute
-    the drift.
+    The first call stores its log-probabilities in `base`. Later calls compare their
+    log-probabilities with `base` to compute the drift.
     """
     for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():

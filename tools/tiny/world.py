@@ -124,7 +124,7 @@ def _sum(rng: random.Random, words: bool) -> Draft:
 
 
 def _difference(rng: random.Random, words: bool) -> Draft:
-    """Return a question to subtract; the result is usually not negative."""
+    """Return a question that asks for a difference, which is usually not negative."""
     a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
     if a < b and rng.random() < 0.75:
         a, b = b, a
