@@ -109,7 +109,7 @@ def test_vllm_structured_outputs_field_constrains_answers(
     serve(scenario)
 
 
-def test_json_object_format_starts_with_a_brace(serve: Run):
+def test_answer_with_json_object_format_starts_with_a_brace(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"response_format": {"type": "json_object"}, "max_tokens": 40, "logprobs": True}
         (choice,) = (await ask(server, **asked, top_logprobs=3))["choices"]
@@ -307,7 +307,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
-def test_finding_the_schema_that_fails_takes_at_most_the_trial_timeout(
+def test_finding_which_schema_of_a_request_fails_is_limited_in_time(
     serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[str] = []

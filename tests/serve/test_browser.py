@@ -287,7 +287,7 @@ def test_page_shows_the_stream_error_and_reconnects(pages: Pages):
     page.wait_for_selector("#line.live")
 
 
-def test_event_reader_times_out_on_a_silent_stream(pages: Pages):
+def test_dashboard_event_reader_times_out_on_a_silent_stream(pages: Pages):
     page = open_live(pages)
     assert page.evaluate(SILENT) == ["ping", "nothing arrived for 0 seconds"]
 
@@ -309,7 +309,7 @@ SILENT = """async () => {
 }"""
 
 
-def test_event_reader_splits_events_only_at_newlines(pages: Pages):
+def test_dashboard_event_reader_splits_events_only_at_newlines(pages: Pages):
     """JSON leaves U+2028, U+2029 and U+0085 unescaped, and JavaScript treats some as line ends."""
     page = open_live(pages)
     assert page.evaluate(LINE_ENDS) == [["frames", "a\u2028b"], ["message", "\u2029\u0085\n"]]

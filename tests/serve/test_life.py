@@ -327,7 +327,9 @@ def test_server_exits_with_an_error_if_the_model_cannot_be_loaded(
     assert "Traceback" not in server.log
 
 
-def test_invalid_chat_template_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
+def test_server_exits_with_an_error_if_the_chat_template_is_invalid(
+    compilation_cache: Path, tmp_path: Path
+):
     template = tmp_path / "broken.jinja"
     template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
     server = ServerProcess(

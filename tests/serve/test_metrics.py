@@ -125,7 +125,7 @@ def test_metrics_report_the_kv_cache_dtype(serve: Run, engines: Callable[..., En
     serve(scenario, engines(kv_cache_dtype="fp8"))
 
 
-def test_waiting_requests_are_counted_by_reason():
+def test_metrics_count_waiting_requests_by_reason():
     metrics = Metrics("jpaged-tiny", max_model_len=64, block_size=16, num_blocks=9)
     text = metrics.text(EngineStats(16, 8, 8, 0, num_waiting=3)).decode()
     found, name = samples_of(text), "vllm:num_requests_waiting_by_reason"
