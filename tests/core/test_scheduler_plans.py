@@ -56,7 +56,7 @@ def test_mixed_step_has_all_decode_rows_and_fills_up_with_prompt_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # A step adds the tokens of its prompt chunks to the total, and one sampled token for each
+    # `num_new_tokens` is the number of tokens in prompt chunks, plus one sampled token for each
     # finished prompt and each decode row.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
