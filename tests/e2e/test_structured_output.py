@@ -95,7 +95,7 @@ def workload(count: int = 16) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("spec", [*SPECS])
-def test_constrained_answers_match_their_spec(engine: Engine, spec: str):
+def test_answers_match_their_structured_output_spec(engine: Engine, spec: str):
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=120, structured_outputs=SPECS[spec])
         for i, t in enumerate((0.0, 1.0, 1.0, 1.5, 1.5))
