@@ -15,8 +15,8 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 6, 3
-# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
-# tiles of the Hopper kernels.
+# Maps a dtype to (hidden size, width of an expert). Only the sizes for bfloat16 are multiples of
+# the tiles of the Hopper kernels.
 SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
@@ -78,7 +78,7 @@ def is_default(case, dtype, backend):
 @pytest.mark.parametrize(
     ("case", "dtype", "backend"), on_backends(CASES, [F32, BF16], strength=0, keep=is_default)
 )
-def test_experts_equal_the_reference(case, dtype, backend):
+def test_expert_routing_and_gemms_equal_the_reference(case, dtype, backend):
     kind, num_tokens, num_real = case
     logits, x = make_logits(kind, num_tokens), make_rows(num_tokens, dtype)
     gate_up, down = make_weights(dtype)
