@@ -487,7 +487,7 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    # With these keys, the recorded rows of other tables are kept.
+    # The argument `by` keeps the recorded rows of tables that this run does not measure.
     by = ("table", "case", "schemas")
     model = args.shape or "embedded"
     print(record("structured", rows, by=by, model=model, size=size._asdict()))
