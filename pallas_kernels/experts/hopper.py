@@ -75,7 +75,7 @@ def expert_tiles(routing, config: ExpertsConfig):
     )
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("num_choices", "dtype", "config"))
 def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     """Return the rows [R, width] of the product, sorted by expert.

@@ -94,7 +94,7 @@ def many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Ma
     return _many_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
@@ -260,7 +260,7 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2

@@ -78,7 +78,7 @@ def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
     return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "transposed", "dtype", "config"))
 def _few_rows_gemm(x, weight, *, gated, config, transposed=False, dtype=None):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
@@ -176,7 +176,7 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "config"))
 def _many_rows_gemm(x, weight, *, gated, config):
     num_stages, (rows, depth) = config.num_stages, x.shape

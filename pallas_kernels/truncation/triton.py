@@ -185,7 +185,8 @@ def _later_trials(row, bracket):
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # Clip the trial thresholds, because rounding or an empty bracket may put one outside.
+    # Clip the trial thresholds, because rounding or an empty bracket may put a threshold outside
+    # the bracket.
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
