@@ -204,6 +204,12 @@ def add_format_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=[*FORMATS], nargs="+", default=["bf16"], help=what)
 
 
+def add_expert_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--enable-expert-parallel`, which needs `--tensor-parallel-size` above 1."""
+    what = "place whole experts on the GPUs, instead of splitting the width of each expert"
+    parser.add_argument("--enable-expert-parallel", action="store_true", help=what)
+
+
 def format_of(engine: Engine) -> str:
     """Return the key of `FORMATS` whose options the engine uses, for `--format`."""
     config = engine.config

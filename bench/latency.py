@@ -19,6 +19,7 @@ from bench.common import (
     FORMATS,
     SHAPES,
     Floor,
+    add_expert_option,
     add_format_option,
     format_of,
     labelled,
@@ -105,16 +106,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_expert_option(parser)
     add_format_option(parser)
     args = parse_arguments(parser)
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
+    options["enable_expert_parallel"] = args.enable_expert_parallel
     for shape, form in itertools.product(args.model, args.format):
         engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
         rows += [measure(engine, shape, case, args.repeats) for case in args.case]
         del engine
     print_table(rows)
     name = "latency" + (f"_on_{num_devices}" if num_devices > 1 else "")
+    name += "_expert_parallel" if args.enable_expert_parallel else ""
     print(record(name, rows, by=() if args.synchronous else CASE, synchronous=args.synchronous))
 
 

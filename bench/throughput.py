@@ -25,6 +25,7 @@ from bench.common import (
     FORMATS,
     SHAPES,
     Floor,
+    add_expert_option,
     add_format_option,
     add_sampling_options,
     format_of,
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs")
     parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_expert_option(parser)
     add_format_option(parser)
     add_sampling_options(parser)
     args = parse_arguments(parser)
@@ -149,6 +151,7 @@ def main() -> None:
         parser.error(f"--repeats is {args.repeats}: pass 1 or more")
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
+    options["enable_expert_parallel"] = args.enable_expert_parallel
     for shape, form in itertools.product(args.model, args.format):
         start = time.perf_counter()
         engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
@@ -163,6 +166,7 @@ def main() -> None:
     name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
+    name += "_expert_parallel" if args.enable_expert_parallel else ""
     # A run with fewer requests or with the synchronous loop is not comparable with the recorded
     # rows, so its rows replace all recorded rows.
     by = CASE if args.scale == 1.0 and not args.synchronous else ()

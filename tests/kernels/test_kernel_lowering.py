@@ -168,7 +168,7 @@ LOWERED = {
     for j, (name, dtype) in enumerate(DTYPES.items())
     if size in (8, 128) or (i + j) % 3 == 0
 }
-DEFAULT = ("f32-2", "f16-24", "f16-64", "bf16-128", "bf16-200")
+DEFAULT = ("f32-2", "f16-64", "bf16-128", "bf16-200")
 assert {*DEFAULT} <= {*LOWERED}
 
 

@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.decoder import Decoder
+from jpaged.models.decoder import Decoder, DecoderLayer, FeedForward
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.fp8 import FP8BlockFormat, FP8StaticTensorFormat
 from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, shard_slices
 from pallas_kernels import Backend, quantize_rows
+from tests.covering import covering
 from tests.reference import kernels as reference_kernels
 
 F32 = jnp.float32
@@ -85,8 +86,10 @@ def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
     assert difference(logits_of(load(tmp_path)), expected) < 1e-3
 
 
-@pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 1000])
-@pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "gemma3"])
+@pytest.mark.parametrize(
+    ("case", "slab_bytes"),
+    covering(["llama3-biases", "opt-350m", "gemma3"], [1000, loader.SLAB_BYTES], strength=1),
+)
 def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch, case, slab_bytes):
     reference(case).save_pretrained(tmp_path / "wide")
     made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
@@ -112,8 +115,9 @@ def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
     np.testing.assert_array_equal(values, reference_kernels.to_fp8(weight, scale))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", ["channel", "static", "block", "loaded"])
+@pytest.mark.parametrize(
+    ("kind", "count"), covering(["channel", "static", "block", "loaded"], [2, 4], strength=1)
+)
 def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, kind, count):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -206,12 +210,19 @@ def published(folder: Path, name: str) -> PreTrainedModel:
     return made.published(random_model(**sizes), folder, weights, config, **names)
 
 
+def dense(layer: DecoderLayer) -> FeedForward:
+    """Return the feed-forward of a layer without experts."""
+    assert isinstance(layer.mlp, FeedForward)
+    return layer.mlp
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_published_layout_dequantizes_to_its_original_values(tmp_path, name):
     model = published(tmp_path, name)
     ours = load(tmp_path)
     for index, layer in enumerate(ours.layers):
-        projections = layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
+        mlp = dense(layer)
+        projections = layer.attention.qkv, layer.attention.output, mlp.gate_up, mlp.down
         for linear, names in zip(projections, NAMES, strict=True):
             paths = [f"model.layers.{index}.{each}.weight" for each in names]
             expected = torch.cat([model.get_parameter(path) for path in paths]).detach().numpy()
@@ -262,8 +273,8 @@ def dequantized(linear: Any) -> np.ndarray:
 def test_projection_excluded_by_the_checkpoint_is_not_in_fp8(tmp_path):
     published(tmp_path, "ModelOpt")
     first, second = load(tmp_path).layers
-    assert first.mlp.down.projection.format is FP8StaticTensorFormat
-    assert second.mlp.down.projection.format is UnquantizedFormat
+    assert dense(first).down.projection.format is FP8StaticTensorFormat
+    assert dense(second).down.projection.format is UnquantizedFormat
     assert second.attention.qkv.projection.format is FP8StaticTensorFormat
 
 

@@ -49,11 +49,6 @@ class Box(pydantic.BaseModel):
     nullable: bool | None = None
 
 
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
-
-
 def client_of(server: Server) -> openai.AsyncOpenAI:
     http: Any = server.http
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
@@ -241,7 +236,7 @@ def test_tool_choice_forces_a_valid_tool_call(
         chunks = await choices_of(server, **asked, max_tokens=200)
         assert chunks[-1]["finish_reason"] == "tool_calls"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
@@ -288,7 +283,7 @@ def test_request_with_tools_and_response_format_returns_tool_calls_or_valid_json
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "weather"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
@@ -304,7 +299,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_finding_which_schema_of_a_request_fails_is_limited_in_time(
@@ -325,7 +320,7 @@ def test_finding_which_schema_of_a_request_fails_is_limited_in_time(
 
     monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
     monkeypatch.setattr(TokenizingService, "check_spec", check_spec)
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 @pytest.mark.parametrize(
