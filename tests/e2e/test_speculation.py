@@ -62,7 +62,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def is_in_default_tier(feature: str, loop: str, num_drafts: int) -> bool:
-    """Choose one engine for all features, so that they share its programs, and another for one."""
+    """Choose the default tier: all features but "greedy" use one engine, so that they share its
+    compiled programs. "greedy" uses another engine."""
     engine = ("synchronous", 7) if feature == "greedy" else ("overlapped", 3)
     return (loop, num_drafts) == engine
 

@@ -138,7 +138,7 @@ def test_updated_weights_are_quantized_on_the_device(tmp_path: Path, case: str, 
 
 
 @pytest.mark.full
-def test_weights_of_a_checkpoint_with_scales_of_the_cache_only_are_not_quantized(tmp_path: Path):
+def test_weight_update_keeps_weights_unquantized_if_only_the_kv_cache_has_scales(tmp_path: Path):
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     fields = made.FIELDS | {"quantization_config": quantization | {"kv_cache_scheme": cache}}
