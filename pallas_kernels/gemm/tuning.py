@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-# With more rows, a GEMM has enough tiles to keep the GPU busy, and split-K partials cost more than
-# they save.
+# A GEMM with more than `MAX_SPLIT_ROWS` rows has enough tiles to keep the GPU busy, so split-K
+# partials would cost more than they save.
 MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
 # This width gives each of the 132 SMs of a large GPU a tile of 128 columns.

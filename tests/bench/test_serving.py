@@ -172,7 +172,7 @@ def test_client_reports_its_processor_load_and_event_loop_lag():
     assert figures["client_lag_ms_p99"] > 50
 
 
-def test_busy_or_late_client_is_reported_as_the_limit(
+def test_benchmark_warns_if_a_busy_or_late_client_limits_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     def warning_of(busy: float, lag: float) -> str:

@@ -39,7 +39,7 @@ def options_of(kind: str) -> dict[str, Any]:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "block"])
-def test_two_devices_give_the_tokens_of_one_device(
+def test_fp8_experts_on_two_devices_give_the_same_tokens_as_on_one_device(
     engines: Engines, folders: Callable[[str], Path], kind: str, by_expert: bool
 ):
     if jax.device_count() < 2:

@@ -191,7 +191,7 @@ def test_model_path_that_is_a_file_is_refused(tmp_path):
     ],
     ids=["no JSON", "list", "no UTF-8", "nested objects", "nested lists"],
 )
-def test_a_bad_config_is_refused(tmp_path, name, read, content, complaint):
+def test_invalid_config_json_is_refused(tmp_path, name, read, content, complaint):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"/{name}.*{complaint}.*; .*(one|it)"):
         read(tmp_path)

@@ -422,7 +422,7 @@ def test_logit_adjustments_equal_a_plain_python_computation():
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_only_output_tokens_are_counted():
+def test_penalties_count_only_output_tokens():
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     is_counted = jnp.asarray([True, False])
     counts = _counts(_record(init_sampling_state(3, V), row_ids, tokens, is_counted))

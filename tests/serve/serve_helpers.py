@@ -78,7 +78,8 @@ class Server:
     def busy(self) -> bool:
         try:
             stats = self.engine.stats()
-        except RuntimeError:  # the engine's thread changed a container during iteration
+        # the engine's thread changed a container while this thread iterated over it
+        except RuntimeError:
             return True
         in_flight = self.serving.num_requests or stats.num_running or stats.num_waiting
         blocks_out = stats.num_free_blocks != stats.num_blocks

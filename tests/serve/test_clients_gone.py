@@ -44,7 +44,8 @@ async def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None
         try:
             if happened():
                 return
-        except RuntimeError:  # the engine's thread changed a container during iteration
+        # the engine's thread changed a container while this thread iterated over it
+        except RuntimeError:
             pass
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.002)

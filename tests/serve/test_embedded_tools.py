@@ -118,7 +118,7 @@ def test_openai_client_streams_a_tool_call_round_trip(talk: Run):
         ]
         function = CALCULATOR["function"]
         parameters = {**function["parameters"], "additionalProperties": False}
-        # The client parses arguments of strict tools only.
+        # OpenAI's client parses only the arguments of strict tools.
         strict = {**function, "strict": True, "parameters": parameters}
         tools = [{"type": "function", "function": strict}]
         options: Any = {"model": "jpaged-tiny", "tools": tools, "temperature": 0}

@@ -45,7 +45,8 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    # The answers of this task are too long for short rows. Some long rows start with this task.
+    # The answers of this training task are too long for short rows. Some long rows start with an
+    # example of this task.
     "count_long": 0,
 }
 DIALOGUE_SHARES = {
