@@ -35,7 +35,7 @@ from pallas_kernels import (
 EXPERT_BYTES_PER_SECOND = 4.6e12
 EXPERT_FLOPS_PER_SECOND = 800e12
 NUM_LAUNCHES = 3
-# Target of (lower bound / measured time), by the number of tokens.
+# Maps a number of tokens to the target of (lower bound of the time / measured time).
 MARKS = {1: 0.6, 8: 0.6, 64: 0.8, 256: 0.8, 8192: 0.65}
 KERNELS = ("expert_gated_gemm", "expert_gemm", "expert_tiles", "gather_rows", "combine_rows")
 
@@ -116,7 +116,8 @@ def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> di
         busy[known[0] if known else "other"] += kernel.duration / (NUM_LAUNCHES * num_layers)
     span = (max(k.end for k in kernels) - kernels[0].start) / (NUM_LAUNCHES * num_layers)
     floor = 0.0
-    # A gated weight has 2 * inner columns, and a down weight has `inner` rows.
+    # The weight of the gated GEMM has 2 * `inner` columns, and the weight of the down GEMM has
+    # `inner` rows.
     for columns in (2 * inner, inner):
         read = experts_hit * size * columns * 2 / bandwidth
         flops = 2 * num_tokens * shape.num_choices * size * columns

@@ -34,7 +34,8 @@ _POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
 # `_DYNAMIC_INDEX` tells LLVM's `getelementptr` that an index is an operand.
 _DYNAMIC_INDEX = -(1 << 31)
 
-# Tiles of 8 rows of 128 bytes for 2-byte dtypes, as tensor cores and the copy engine need them.
+# Layout of shared memory for 2-byte dtypes: tiles of 8 rows of 128 bytes, as tensor cores and the
+# copy engine need them.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 

@@ -250,7 +250,8 @@ def rewrite_links(markdown: str, source: str, page: str) -> str:
         elif (ROOT / path).exists():
             return text if "`" in text else f"`{path}`" if text == path else f"{text} (`{path}`)"
         else:
-            return found[0]  # The link is broken, and the strict build of the site reports it.
+            # Leave a broken link unchanged: the strict build of the site reports it.
+            return found[0]
         relative = posixpath.relpath(path, posixpath.dirname(page) or ".")
         return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 

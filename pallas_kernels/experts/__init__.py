@@ -134,7 +134,8 @@ def expert_gated_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "R F"]:
-    """Return activation(gate) * up for each pair: the pair's token through the pair's expert.
+    """Return activation(gate) * up for each pair (token, choice): multiply the row of the token by
+    the weight of the chosen expert.
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
     dtype.

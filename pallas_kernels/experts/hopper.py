@@ -75,7 +75,7 @@ def expert_tiles(routing, config: ExpertsConfig):
     )
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("num_choices", "dtype", "config"))
 def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     """Return the rows [R, width] of the product, sorted by expert.
@@ -190,7 +190,8 @@ def _kernel(
     moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
 
     def item_fields(round_index):
-        """Return the expert, first row, number of rows, and first column of a round's item."""
+        """Return the expert, first row, number of rows, and first column of the tile that this
+        program computes in a round."""
         item = round_index * num_programs + program
         tile = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
         column = lax.rem(item, jnp.int32(num_columns)) * tile_columns

@@ -94,7 +94,7 @@ def many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Ma
     return _many_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
@@ -165,7 +165,8 @@ def _few_rows_kernel(
     # The copy of block scales begins `num_leading_scales` groups early, so that the copy's start is
     # aligned.
     num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
-    # Two consumers with large accumulators need more registers: the loader gives up some.
+    # Two consumers with large accumulators need more registers, so the loader releases some of its
+    # registers.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
 
     def stage_index(step):
@@ -229,7 +230,8 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Yield, for each group of a step, a list of (row scales * weight scale) per factor."""
+            """Yield one list for each scale group of a step. The list contains (row scales * weight
+            scale) for each factor."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
                 row_scales = _load_scales(x_scale_smem.at[stage, i], 1)
@@ -258,7 +260,7 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2
@@ -414,7 +416,8 @@ def _many_rows_kernel(
                 ]
             results = [_apply_activation(sums)] if gated else sums
             for factor, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rounded = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // STORE_COLUMNS):
                     own_out = out_smem.at[warp_group, chunk]
@@ -451,7 +454,7 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        # Reading the accumulators waits until the tensor core is done.
+        # Reading the accumulators makes the warpgroup wait until the tensor core has finished.
         return [own_sums[...] for own_sums in sums]
 
     def scaled(part, scale):
@@ -482,7 +485,8 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
 
     The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
     adds the products of the next stage, each accumulator is multiplied by (previous scale / next
-    scale). That is one operation per sum and stage. To scale the products instead would take three.
+    scale). This takes one operation per sum and stage. Scaling the products instead would take
+    three.
 
     The divisor is at least 2 ** -60 times the largest scale so far, so the accumulators cannot
     overflow. If the scale of a stage is below this bound, the products of that stage are smaller
@@ -545,7 +549,8 @@ def continue_accumulation(multiply, sums):
 
 
 def _load_scales(ref, axis):
-    """Load scales in a layout that can be broadcast along axis `axis` of the sums."""
+    """Load scales into registers, in a layout that can be broadcast along axis `axis` of the
+    sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 

@@ -1,4 +1,5 @@
-"""An engine takes new weights from arrays on its devices, and computes later tokens with them."""
+"""Test that an engine can replace its weights by arrays on its devices, and computes later tokens
+with the new weights."""
 
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[lis
     [{}, {"tensor_parallel_size": 2}, {"quantization": "fp8"}, {"async_scheduling": False}],
     ids=str,
 )
-def test_updated_engine_answers_as_a_new_one(
+def test_engine_with_updated_weights_gives_the_same_answers_as_a_new_engine(
     new_engine: Engines, folders: tuple[Path, Path], tensors: tuple[Tensors, Tensors], options: dict
 ):
     engine = new_engine(folders[0], **OPTIONS, **options)

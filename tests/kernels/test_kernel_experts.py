@@ -1,4 +1,4 @@
-"""Compare the routing and the GEMMs of experts with the slow references."""
+"""Compare expert routing and expert GEMMs with slow reference implementations."""
 
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 6, 3
-# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
-# tiles of the Hopper kernels.
+# Maps a dtype to (hidden size, width of an expert). Only the sizes for bfloat16 are multiples of
+# the tiles of the Hopper kernels.
 SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
@@ -78,7 +78,7 @@ def is_default(case, dtype, backend):
 @pytest.mark.parametrize(
     ("case", "dtype", "backend"), on_backends(CASES, [F32, BF16], strength=0, keep=is_default)
 )
-def test_experts_equal_the_reference(case, dtype, backend):
+def test_expert_routing_and_gemms_equal_the_reference(case, dtype, backend):
     kind, num_tokens, num_real = case
     logits, x = make_logits(kind, num_tokens), make_rows(num_tokens, dtype)
     gate_up, down = make_weights(dtype)
@@ -127,7 +127,7 @@ def test_outputs_of_devices_with_some_experts_add_up_to_the_whole_output(dtype, 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
-def test_nan_row_changes_no_other_row(dtype, backend):
+def test_nan_in_one_token_changes_no_other_row_of_expert_outputs(dtype, backend):
     logits, x = make_logits("random", 21), make_rows(21, dtype)
     gate_up, down = make_weights(dtype)
     clean = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
@@ -140,7 +140,7 @@ def test_nan_row_changes_no_other_row(dtype, backend):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_arguments_that_do_not_fit_are_refused():
+def test_expert_ops_refuse_arguments_that_do_not_fit():
     logits, x = jnp.zeros((3, NUM_EXPERTS)), make_rows(3, F32)
     gate_up, down = make_weights(F32)
     options: dict[str, Any] = {"backend": Backend.XLA}
@@ -161,7 +161,7 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))
 
 
-def test_no_tokens_give_no_rows():
+def test_expert_ops_of_no_tokens_return_no_rows():
     gate_up, down = make_weights(F32)
     options: dict[str, Any] = {"backend": Backend.XLA}
     routing = route(jnp.zeros((0, NUM_EXPERTS)), NUM_CHOICES, **options)
@@ -171,7 +171,7 @@ def test_no_tokens_give_no_rows():
     assert expert_down_gemm(inner, down, routing, **options).shape == (0, width)
 
 
-def test_few_tokens_convert_the_weights_of_few_experts():
+def test_only_weights_of_chosen_experts_are_converted_to_float32():
     """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))

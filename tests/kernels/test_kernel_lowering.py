@@ -1,6 +1,6 @@
 """Test that ops lower to the expected kernels for an H200, without a GPU.
 
-Spills and too much shared memory are found only by `pytest -m gpu`.
+Only `pytest -m gpu` finds register spills and kernels with too much shared memory.
 """
 
 import re

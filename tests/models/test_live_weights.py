@@ -1,4 +1,4 @@
-"""New weights on the device: each parameter has the bits that the loader gives it."""
+"""Test weight updates on the device: each parameter gets the same bits as from the loader."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,8 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Checkpoint:
-    """A random checkpoint of a case, and an engine's parameters that differ from it."""
+    """A random checkpoint for the model configuration `case`, and the parameters of an engine with
+    other weights."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Checkpoint:
         return plan_model(self.folder, config, **options)
 
     def state(self) -> Any:
-        """Return the state of the family's model on one device, in float32."""
+        """Return the parameters of the model family on one device, in float32."""
         config = read_model_config(read_config(self.folder))
         return nnx.state(plan_model(self.folder, config, dtype=jnp.float32).load())
 
@@ -91,7 +92,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", dtype=jnp.bfloat16)
 
 
-def test_tensors_are_fused_and_cast(qwen: Checkpoint):
+def test_updated_tensors_are_fused_and_cast(qwen: Checkpoint):
     qwen.check(qwen.tensors)
 
 
@@ -103,7 +104,7 @@ def test_files_are_read_one_parameter_at_a_time(qwen: Checkpoint):
         qwen.parameters.prepare(Path("/absent"))
 
 
-def test_second_update_compiles_nothing(qwen: Checkpoint):
+def test_second_weight_update_compiles_nothing(qwen: Checkpoint):
     qwen.check(qwen.tensors)
     other, events = {name: it + 0 for name, it in qwen.tensors.items()}, list[str]()
     copies = tuple(jnp.copy(it) for it in qwen.old)
@@ -121,7 +122,7 @@ def test_second_update_compiles_nothing(qwen: Checkpoint):
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: str):
+def test_updated_parameters_have_the_same_bits_as_loaded_parameters(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
@@ -131,7 +132,7 @@ def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: s
 @pytest.mark.parametrize(
     "case", ["qwen3-biases", "gpt2", "mistral-window", "qwen3_moe", "opt-350m"]
 )
-def test_devices_get_their_shards(tmp_path: Path, case: str):
+def test_each_device_gets_its_shard_of_updated_weights(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case, 2)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(nnx.to_pure_dict(checkpoint.state()))
@@ -141,7 +142,7 @@ def test_devices_get_their_shards(tmp_path: Path, case: str):
 
 
 def split(mesh: Mesh, array: jax.Array) -> jax.Array:
-    """Return the array split over the devices as a trainer may split it."""
+    """Return the array, split over the devices in a way that a training program may choose."""
     is_even = array.ndim > 0 and array.shape[0] % mesh.size == 0
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec("fsdp" if is_even else None)))
 
@@ -149,14 +150,14 @@ def split(mesh: Mesh, array: jax.Array) -> jax.Array:
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
-def test_weights_are_quantized_on_the_device(tmp_path: Path, case: str, count: int):
+def test_updated_weights_are_quantized_on_the_device(tmp_path: Path, case: str, count: int):
     checkpoint = Checkpoint(tmp_path, case, count, "fp8", jnp.bfloat16)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
 
 
 @pytest.mark.full
-def test_weights_of_a_checkpoint_with_scales_of_the_cache_only_are_not_quantized(tmp_path: Path):
+def test_weight_update_keeps_weights_unquantized_if_only_the_kv_cache_has_scales(tmp_path: Path):
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     fields = made.FIELDS | {"quantization_config": quantization | {"kv_cache_scheme": cache}}
@@ -223,19 +224,19 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_arrays_are_named(qwen: Checkpoint, name: str):
+def test_error_names_the_arrays_that_a_weight_update_refuses(qwen: Checkpoint, name: str):
     change, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message):
         qwen.parameters.prepare(change(qwen.tensors), check_finite=True)
 
 
-def test_tied_head_may_be_given_with_the_embedding(qwen: Checkpoint):
+def test_weight_update_may_contain_a_tied_head_and_the_embedding(qwen: Checkpoint):
     embed = qwen.tensors["model.embed_tokens.weight"]
     qwen.check(qwen.tensors | {"lm_head.weight": embed + 0})
 
 
 @pytest.mark.full
-def test_parts_of_a_state_are_missing(qwen: Checkpoint):
+def test_weight_update_with_missing_parts_is_refused(qwen: Checkpoint):
     state = nnx.to_pure_dict(qwen.state())
     del state["final_norm"]
     with pytest.raises(ValueError, match=re.escape("final_norm.weight (comes from final_norm.we")):
