@@ -19,7 +19,16 @@ from pallas_kernels.attention import (
     paged_verify_attention,
     rope_decode_attention,
 )
-from pallas_kernels.experts import Routing, expert_down_gemm, expert_gated_gemm, route
+from pallas_kernels.experts import (
+    Routing,
+    block_scaled_expert_down_gemm,
+    block_scaled_expert_gated_gemm,
+    expert_down_gemm,
+    expert_gated_gemm,
+    route,
+    scaled_expert_down_gemm,
+    scaled_expert_gated_gemm,
+)
 from pallas_kernels.gemm import (
     BATCH_INVARIANT_UNIT,
     batch_invariant_gated_gemm,
@@ -99,6 +108,8 @@ __all__ = [
     "batch_invariant_gated_gemm",
     "batch_invariant_gemm",
     "batch_invariant_transposed_gemm",
+    "block_scaled_expert_down_gemm",
+    "block_scaled_expert_gated_gemm",
     "block_scaled_gated_gemm",
     "block_scaled_gemm",
     "copy_blocks",
@@ -126,6 +137,8 @@ __all__ = [
     "rope_decode_attention",
     "rope_write_kv",
     "route",
+    "scaled_expert_down_gemm",
+    "scaled_expert_gated_gemm",
     "scaled_gated_gemm",
     "scaled_gemm",
     "select_backend",

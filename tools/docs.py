@@ -116,7 +116,7 @@ def models_page() -> str:
             "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
             "jpaged works with every family: prefix caching, samples and beams, swapping, "
             "structured outputs, FP8 weights, an FP8 KV cache, and tensor parallelism. There is "
-            "one exception: models with experts have no FP8 weights.\n",
+            "one exception: experts have no static scales of activations.\n",
             _table(("`model_type`", "models"), models),
             "Heads have 1 to 256 elements on a GPU, and any number on a CPU. Sizes that are no "
             "power of two take the time of the next power of two.\n",

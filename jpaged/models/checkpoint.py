@@ -44,6 +44,12 @@ _DOWNLOAD_PATTERNS = [
 ]
 _IGNORE_PATTERNS = ["*/*", "consolidated*.safetensors", "adapter_*"]
 _MAX_LISTED_NAMES = 10
+_MAX_SMALL_TENSOR_BYTES = 1 << 20
+"""Maximum size of a tensor that is read without the safetensors package.
+
+The package parses the header of the file for each tensor. Files of experts have thousands of
+tensors, so parsing would take much longer than reading the scales of an expert.
+"""
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files in a checkpoint folder that the loader or the tokenizer reads."""
@@ -476,19 +482,18 @@ def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
     Raises:
         CheckpointError: The file has been changed since its header was read.
     """
-    if not tensor.shape:
-        with open_safetensors(tensor.file) as opened:
-            return opened.get_tensor(tensor.name)
-    if tensor.dtype != FP8_FILE_DTYPE:
+    shape, dtype = tensor.shape or (1,), FILE_DTYPES[tensor.dtype]
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    is_large = shape[0] * row_bytes > _MAX_SMALL_TENSOR_BYTES
+    # The safetensors package cannot return FP8 tensors as numpy arrays.
+    if is_large and tensor.dtype != FP8_FILE_DTYPE:
         with open_safetensors(tensor.file) as opened:  # closing the file unmaps its pages
             return opened.get_slice(tensor.name)[rows]
-    # The safetensors package cannot return FP8 tensors as numpy arrays.
-    row = math.prod(tensor.shape[1:])
-    first, last, _ = rows.indices(tensor.shape[0])
-    count, first_byte = (last - first) * row, tensor.byte_offset + first * row
+    first, last, _ = rows.indices(shape[0])
+    count, first_byte = (last - first) * row_bytes, tensor.byte_offset + first * row_bytes
     read = np.fromfile(tensor.file, np.uint8, count, offset=first_byte)
     if read.size != count:
         raise CheckpointError(
             f"{tensor.file} became shorter while it was read; fetch the file again."
         )
-    return read.view(FILE_DTYPES[tensor.dtype]).reshape(-1, *tensor.shape[1:])
+    return read.view(dtype).reshape((last - first, *shape[1:]) if tensor.shape else ())

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
-from jpaged.models.formats import BatchInvariantFormat, Projection, WeightFormat
+from jpaged.models.formats import (
+    BatchInvariantFormat,
+    Projection,
+    UnquantizedFormat,
+    WeightFormat,
+)
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 QKNorm = Literal["head", "projection"]
@@ -264,20 +269,33 @@ class ModelConfig:
         if experts is not None and self.enable_expert_parallel:
             if experts.num_experts % count:
                 return f"{experts.count_field}={experts.num_experts}"
-        elif experts is not None and experts.intermediate_size % count:
-            return f"{experts.width_field}={experts.intermediate_size} of an expert"
+        elif experts is not None:
+            width = f"{experts.width_field}={experts.intermediate_size} of an expert"
+            if experts.intermediate_size % count:
+                return width
+            if experts.intermediate_size // count % (rows := self._expert_rows_per_scale()):
+                return f"{width}, whose weights have one scale per {rows} rows"
         rows_per_scale = (
             1 if self.quantization is None else self.quantization.format.outputs_per_scale
         )
         shard_kv_heads = max(kv_heads // count, 1)
-        for name, total, shard_rows in (
+        sizes = [
             ("num_attention_heads", self.num_heads, self.num_heads // count * self.head_size),
             ("num_key_value_heads", kv_heads, shard_kv_heads * self.head_size),
-            ("intermediate_size", self.intermediate_size, self.intermediate_size // count),
-        ):
+        ]
+        if has_dense_layer:
+            inner = self.intermediate_size
+            sizes.append(("intermediate_size", inner, inner // count))
+        for name, total, shard_rows in sizes:
             if shard_rows % rows_per_scale:
                 return f"{name}={total}, whose weights have one scale per {rows_per_scale} rows"
         return None
+
+    def _expert_rows_per_scale(self) -> int:
+        """Return the number of consecutive outputs of an expert that share a scale."""
+        layers = enumerate(self.layers)
+        paths = [expert_path(index) for index, layer in layers if layer.experts is not None]
+        return max(self.weight_format(path).outputs_per_scale for path in paths)
 
     @property
     def num_embedding_rows(self) -> int:
@@ -305,12 +323,19 @@ class ModelConfig:
         found = self.projections.get(in_layer if is_in_layer else path)
         if is_in_layer and in_layer.startswith("mlp.") and self.layers[int(index)].experts:
             return None
-        if found is not None and self.batch_invariant:
-            return replace(found, format=BatchInvariantFormat)
+        return None if found is None else replace(found, format=self.weight_format(path))
+
+    def weight_format(self, path: str) -> type[WeightFormat]:
+        """Return the weight format of the projection or of the experts at `path`.
+
+        `expert_path` returns the path of a layer's experts.
+        """
+        if self.batch_invariant:
+            return BatchInvariantFormat
         quantization = self.quantization
-        if found is None or quantization is None or path in quantization.unquantized_paths:
-            return found
-        return replace(found, format=quantization.format)
+        if quantization is None or path in quantization.unquantized_paths:
+            return UnquantizedFormat
+        return quantization.format
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -359,6 +384,11 @@ class ModelConfig:
                 self.experts.width_field: self.experts.intermediate_size,
             }
         return "config.json says " + ", ".join(f"{name}={value}" for name, value in sizes.items())
+
+
+def expert_path(index: int) -> str:
+    """Return the path of the experts of layer `index`, by which their weight format is chosen."""
+    return f"layers.{index}.mlp.experts"
 
 
 # ------------------------------------------------------------------------------------- fields

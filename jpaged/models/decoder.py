@@ -108,7 +108,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = (
             FeedForward(config, index, dtype=dtype)
             if experts is None
-            else SparseFeedForward(config, experts, dtype=dtype)
+            else SparseFeedForward(config, index, experts, dtype=dtype)
         )
         self.norm_positions = config.norm_positions
         self.attention_norm, self.mlp_norm = norm(), norm()
@@ -361,7 +361,7 @@ def layer_rules(
         experts = config.layers[index].experts
         if experts is not None and expert_names is not None:
             source, target = f"{layers_name}.{index}", f"layers.{index}.mlp"
-            rules += expert_rules(config, experts, source, target, expert_names)
+            rules += expert_rules(config, index, source, target, expert_names)
         for path, modules in names.items():
             if experts is not None and path.startswith("mlp."):
                 continue

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ExpertsConfig, ModelConfig
+from jpaged.models.expert_formats import ExpertSource, expert_format
 from jpaged.models.formats import LinearInput, zero_param
 from jpaged.models.norm import Norm, add_norm
 from jpaged.models.sharding import (
@@ -27,8 +28,6 @@ from pallas_kernels import (
     batch_invariant_transposed_gemm,
     device_sum,
     einsum,
-    expert_down_gemm,
-    expert_gated_gemm,
     route,
 )
 
@@ -50,19 +49,15 @@ class ExpertNames(NamedTuple):
 class SparseFeedForward(nnx.Module):
     """The sparse feed-forward of a layer: the weighted sum of the experts that each token chooses.
 
-    The parameters are `router` [E, D], `gate_up` [E, D, 2, F] and `down` [E, F, D]. With several
-    devices, each device holds all of the router, and a shard of F or of E of the experts.
+    `router` [E, D] is never quantized, and each device holds all of it. `format` owns the weights
+    of the experts.
     """
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig, *, dtype: DTypeLike):
-        width, inner, count = (
-            config.hidden_size,
-            experts.intermediate_size,
-            experts.num_local_experts,
-        )
-        self.router = zero_param(dtype, experts.num_experts, width)
-        self.gate_up = zero_param(dtype, count, width, 2, inner)
-        self.down = zero_param(dtype, count, inner, width)
+    def __init__(
+        self, config: ModelConfig, index: int, experts: ExpertsConfig, *, dtype: DTypeLike
+    ):
+        self.router = zero_param(dtype, experts.num_experts, config.hidden_size)
+        self.format = expert_format(config, index)(config, experts, dtype)
         self.experts, self.is_shared = experts, config.tensor_parallel_size > 1
         self.batch_invariant = config.batch_invariant
 
@@ -86,7 +81,6 @@ class SparseFeedForward(nnx.Module):
         if experts.num_local_experts < experts.num_experts:
             num_local = experts.num_local_experts
             first_expert = jnp.asarray(shard_start(num_local), jnp.int32)
-        options = {"backend": backend, "batch_invariant": self.batch_invariant}
         routing = route(
             self.router_logits(x, backend),
             experts.num_experts_per_token,
@@ -94,12 +88,10 @@ class SparseFeedForward(nnx.Module):
             num_tokens=num_tokens,
             first_expert=first_expert,
             num_local_experts=num_local,
-            **options,
+            backend=backend,
+            batch_invariant=self.batch_invariant,
         )
-        gate_up = self.gate_up[...]
-        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-        inner = expert_gated_gemm(x, gate_up, routing, **options)
-        update = expert_down_gemm(inner, self.down[...], routing, **options)
+        update = self.format(x, routing, backend)
         if peer_header is not None:
             return PendingAllReduce(update[None], peer_header, buffer_index=1)
         if self.is_shared:
@@ -129,7 +121,7 @@ class SparseFeedForward(nnx.Module):
 
 
 def expert_rules(
-    config: ModelConfig, experts: ExpertsConfig, source: str, target: str, names: ExpertNames
+    config: ModelConfig, index: int, source: str, target: str, names: ExpertNames
 ) -> list[WeightRule]:
     """Return the rules that map checkpoint tensors to the parameters of a sparse feed-forward.
 
@@ -138,28 +130,25 @@ def expert_rules(
 
     Args:
         config: Config of the model.
-        experts: Experts of the layer.
+        index: Index of the layer, which has experts.
         source: Name of the layer in the checkpoint.
         target: Path of the `SparseFeedForward`.
         names: Names of the tensors.
     """
-    count, width, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+    experts = cast(ExpertsConfig, config.layers[index].experts)
     block, stacked, router = f"{source}.{names.block}", f"{source}.mlp", f"{target}.router"
-    gate_up, down = f"{target}.gate_up", f"{target}.down"
-    one_gate_up = {"shape": (1, width, 1, inner), "file_axes": ((3, 0, 2), (1,)), "axis": 2}
-    one_down = {"shape": (1, inner, width), "file_axes": ((2, 0), (1,)), "axis": 1}
-    all_gate_up = {"shape": (count, width, 2, inner), "file_axes": ((0,), (2, 3), (1,))}
-    all_down = {"shape": (count, inner, width), "file_axes": ((0,), (2,), (1,))}
     rules = [WeightRule(f"{block}.gate.weight", router)]
     if block != stacked:
         rules.append(WeightRule(f"{stacked}.gate.weight", router, is_alternative=True))
-    for index in range(count):
-        module = f"{block}.experts.{index}"
+    sources = list[ExpertSource]()
+    for expert in range(experts.num_experts):
+        module = f"{block}.experts.{expert}"
         for part, name in enumerate((names.gate, names.up)):
-            own = {**one_gate_up, "start": part, "expert": index}
-            rules.append(WeightRule(f"{module}.{name}.weight", gate_up, **own))
-        rules.append(WeightRule(f"{module}.{names.down}.weight", down, **one_down, expert=index))
-    for name, path, layout in (("gate_up", gate_up, all_gate_up), ("down", down, all_down)):
-        tensor = f"{stacked}.experts.{name}_proj"
-        rules.append(WeightRule(tensor, path, **layout, is_alternative=True))
+            sources.append(ExpertSource(f"{module}.{name}", "gate_up", part, expert))
+        sources.append(ExpertSource(f"{module}.{names.down}", "down", 0, expert))
+    sources.append(ExpertSource(f"{stacked}.experts.gate_up_proj", "gate_up"))
+    sources.append(ExpertSource(f"{stacked}.experts.down_proj", "down"))
+    weight_format = expert_format(config, index)
+    for each in sources:
+        rules += weight_format.rules(config, experts, each, target)
     return rules

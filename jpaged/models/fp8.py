@@ -199,9 +199,9 @@ class FP8BlockFormat(_FP8Base):
 
     def __init__(self, projection: Projection, dtype: DTypeLike):
         super().__init__(projection, dtype)
-        blocks = sum(_num_blocks(size) for size in _part_widths(projection))
+        blocks = sum(num_blocks(size) for size in _part_widths(projection))
         self.weight_scale = zero_param(
-            jnp.float32, blocks, _num_blocks(math.prod(projection.input_shape))
+            jnp.float32, blocks, num_blocks(math.prod(projection.input_shape))
         )
 
     @override
@@ -220,8 +220,8 @@ class FP8BlockFormat(_FP8Base):
         for source_range in projection.source_ranges(sources):
             found.append(weight_rule(projection, source_range, target, transposed))
             source, _, size = source_range
-            blocks = _num_blocks(size * math.prod(projection.trailing_shape))
-            shape = blocks, _num_blocks(math.prod(projection.input_shape))
+            blocks = num_blocks(size * math.prod(projection.trailing_shape))
+            shape = blocks, num_blocks(math.prod(projection.input_shape))
             found.append(WeightRule(source + ".weight_scale", scale, shape, None, 0, first))
             first += blocks
         return found
@@ -243,6 +243,6 @@ def _part_widths(projection: Projection) -> list[int]:
     return [size * math.prod(projection.trailing_shape) for size in projection.part_sizes]
 
 
-def _num_blocks(size: int) -> int:
+def num_blocks(size: int) -> int:
     """Return the number of blocks along an axis of `size`; the last block may be smaller."""
     return -(-size // FP8_GROUP_SIZE)

@@ -73,7 +73,7 @@ Several rules can fill the same scale, because checkpoints name its tensor diffe
 
 _COUNTERPART_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 
-_SCALE_SUFFIXES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
+_SCALE_SUFFIXES = ("weight_scale", ".input_scale", ".k_scale", ".v_scale")
 """Suffixes of the paths of parameters that hold FP8 scales."""
 
 _MAX_LISTED_SOURCES = 4

@@ -28,9 +28,9 @@ _MODULE_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
 _MODULE_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
 """Prefixes that lists of ignored modules may put before the module names of weight rules."""
 
-_IGNORED_FIELDS = {
+_IGNORED_FIELDS: dict[str, set[str]] = {
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
-    "fp8": {"expert_dtype"},
+    "fp8": set(),
     "modelopt": {"producer", "config_groups", "version"},
 }
 """Fields that do not change the computation, or that repeat other fields."""
@@ -90,7 +90,8 @@ def _unquantized_paths(
     """Return the paths of the projections that are not quantized.
 
     Raises:
-        ValueError: Some parts of a fused projection are quantized and others are not.
+        ValueError: Some parts of a fused projection, or some projections of an expert, are
+            quantized and others are not.
     """
     parts: dict[str, dict[str, bool]] = {}
     for name, path in paths_by_name.items():
@@ -102,7 +103,7 @@ def _unquantized_paths(
             )
             raise ValueError(
                 f"model config: quantization_config leaves {ignored_names} unquantized, but not "
-                f"all of {', '.join(ignored_by_name)}, which are fused into one projection: use a "
+                f"all of {', '.join(ignored_by_name)}, which are computed together: use a "
                 "checkpoint that quantizes all of them or none"
             )
     return tuple(
@@ -217,6 +218,7 @@ def _read_fp8(fields: ConfigFields) -> _QuantizationLayout:
     """Read the FP8 layout of transformers and AutoFP8."""
     fields.choice("fmt", "e4m3", (None, "e4m3"))
     fields.choice("scale_fmt", "float", (None, "float"))
+    fields.choice("expert_dtype", "fp8", (None, "fp8"))
     if (value := fields.get("modules_to_convert")) not in (None, []):
         raise field_error(f"{fields.prefix}modules_to_convert", value, "null")
     fields.choice("dequantize", False, (None, False))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jpaged.models import gemma3, gpt2, llama, moe, opt, qwen
 from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import FP8_DTYPE, ConfigFields, ModelConfig
-from jpaged.models.formats import UnquantizedFormat
+from jpaged.models.expert_formats import expert_format
 from jpaged.models.quantization import read_quantization
 
 _KV_SCALE_NAMES = (
@@ -66,21 +66,27 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     fields.refuse_unsupported_fields()
     modules = _module_paths(model) if quantization_fields is not None else {}
     found = read_quantization(quantization_fields, quantization, modules)
-    if model.experts is not None and found is not None and found.format is not UnquantizedFormat:
-        raise ValueError(
-            f"model_type={model_type!r} does not support FP8 weights ({found.format.name}): use "
-            "the unquantized checkpoint, and omit quantization"
-        )
-    return replace(model, quantization=found)
+    model = replace(model, quantization=found)
+    for index, layer in enumerate(model.layers):
+        if layer.experts is not None:
+            expert_format(model, index)  # refuse formats that experts do not support
+    return model
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:
-    """Map the name of each projection in checkpoints to the projection's path in the model."""
+    """Map the name of each projection in checkpoints to the projection's path in the model.
+
+    Of the experts of a layer, only the first is listed, for the path of all experts. The loader
+    refuses checkpoints whose other experts have another format, because their dtypes are wrong.
+    """
     paths = {}
     for rule in weight_rules(model).rules:
         path, _, param_name = (rule.target or "").rpartition(".")
-        if param_name == "weight" and model.projection(path) is not None:
-            paths[rule.source.removesuffix(".weight")] = path
+        name = rule.source.removesuffix(".weight")
+        if rule.expert == 0:
+            paths[name] = f"{path}.experts"
+        elif param_name == "weight" and model.projection(path) is not None:
+            paths[name] = path
     return paths
 
 

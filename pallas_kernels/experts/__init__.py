@@ -10,19 +10,22 @@ The public ops check their arguments and choose an implementation for the backen
                             the pairs runs in xla.py on every backend
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
+    scaled_expert_*_gemm,       fp8.py
+    block_scaled_expert_*_gemm
 """
 
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.experts import hopper, triton, tuning, xla
+from pallas_kernels.experts import fp8, hopper, triton, tuning, xla
 from pallas_kernels.gemm import BATCH_INVARIANT_UNIT, map_row_tiles
 from pallas_kernels.tuning import device_kind, num_cores
-from pallas_kernels.types import Backend
+from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
 ACTIVATIONS = ("silu",)
 """Activations that `expert_gated_gemm` supports."""
@@ -271,3 +274,186 @@ def check_routing(routing, **sizes):
     checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
     bounds = num_experts + 1
     checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)
+
+
+def scaled_expert_gated_gemm(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E width D"],
+    x_scale: Float32[Array, "T"],
+    weight_scale: Float32[Array, "E width"],
+    routing: Routing,
+    *,
+    activation: str = "silu",
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "R F"]:
+    """Run `expert_gated_gemm` with FP8 matrices that have one scale per row.
+
+    The products are those of `scaled_gemm`, in float32. The activation computes in float32.
+
+    Args:
+        x: Rows of the tokens, in FP8 (e4m3).
+        weight: Gate projection and up projection of each expert in FP8, stored transposed and
+            concatenated: the first half of the `width` = 2 F rows is the gate projection.
+        x_scale: Scale of each row of x.
+        weight_scale: Scale of each row of each expert's weight.
+        routing: Result of `route`.
+        activation: Name of the activation; one of `ACTIVATIONS`.
+        dtype: Dtype of the result.
+        backend: The implementation to run. GPUs without FP8 support convert both matrices to
+            bfloat16 first.
+
+    Returns:
+        One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
+
+    Raises:
+        ValueError: Shapes do not match, or the activation is not supported.
+        TypeError: A dtype is not supported: matrices are FP8, scales are float32.
+    """
+    check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, grouped=False)
+    options = {"dtype": dtype, "backend": Backend(backend)}
+    if not x.size:
+        return jnp.zeros((routing.order.shape[0], weight.shape[1] // 2), dtype)
+    return fp8.scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
+
+
+def scaled_expert_down_gemm(
+    x: Float[Array, "R F"],
+    weight: Float[Array, "E D F"],
+    x_scale: Float32[Array, "R"],
+    weight_scale: Float32[Array, "E D"],
+    routing: Routing,
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T D"]:
+    """Run `expert_down_gemm` with FP8 matrices that have one scale per row.
+
+    The products are those of `scaled_gemm`, in float32.
+
+    Args:
+        x: Result of `scaled_expert_gated_gemm`, in FP8 (e4m3).
+        weight: Down projection of each expert in FP8, stored transposed.
+        x_scale: Scale of each row of x.
+        weight_scale: Scale of each row of each expert's weight.
+        routing: Result of `route`.
+        dtype: Dtype of the result.
+        backend: The implementation to run. See `scaled_expert_gated_gemm`.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: A dtype is not supported: matrices are FP8, scales are float32.
+    """
+    check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, grouped=False)
+    options = {"dtype": dtype, "backend": Backend(backend)}
+    if not x.size:
+        return jnp.zeros((routing.experts.shape[0], weight.shape[1]), dtype)
+    return fp8.scaled_down_gemm(x, weight, x_scale, weight_scale, routing, **options)
+
+
+def block_scaled_expert_gated_gemm(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E width D"],
+    x_scale: Float32[Array, "T groups"],
+    weight_scale: Float32[Array, "E blocks groups"],
+    routing: Routing,
+    *,
+    activation: str = "silu",
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "R F"]:
+    """Run `expert_gated_gemm` with FP8 matrices that have scales of groups and blocks.
+
+    The products are those of `block_scaled_gemm`, in float32. See `scaled_expert_gated_gemm` for
+    the other arguments, the result and the errors.
+
+    Args:
+        x, weight: Matrices in FP8 (e4m3).
+        x_scale: Scale of each group of `FP8_GROUP_SIZE` numbers of a row of x. The last group of a
+            row may be smaller.
+        weight_scale: Scale of each block of `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns of
+            each expert's weight. The up projection begins with a new block. The last blocks of a
+            projection may be smaller.
+        routing, activation, dtype, backend: See `scaled_expert_gated_gemm`.
+    """
+    check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, grouped=True)
+    options = {"dtype": dtype, "backend": Backend(backend)}
+    if not x.size:
+        return jnp.zeros((routing.order.shape[0], weight.shape[1] // 2), dtype)
+    return fp8.block_scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
+
+
+def block_scaled_expert_down_gemm(
+    x: Float[Array, "R F"],
+    weight: Float[Array, "E D F"],
+    x_scale: Float32[Array, "R groups"],
+    weight_scale: Float32[Array, "E blocks groups"],
+    routing: Routing,
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T D"]:
+    """Run `expert_down_gemm` with FP8 matrices that have scales of groups and blocks.
+
+    The products are those of `block_scaled_gemm`, in float32. See `scaled_expert_down_gemm` for the
+    other arguments and the errors, and `block_scaled_expert_gated_gemm` for the scales.
+    """
+    check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, grouped=True)
+    options = {"dtype": dtype, "backend": Backend(backend)}
+    if not x.size:
+        return jnp.zeros((routing.experts.shape[0], weight.shape[1]), dtype)
+    return fp8.block_scaled_down_gemm(x, weight, x_scale, weight_scale, routing, **options)
+
+
+def check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, *, grouped):
+    """Check the arguments of a gated FP8 op.
+
+    `scaled_expert_gated_gemm` documents the errors. `grouped` says whether groups and blocks have
+    scales, rather than rows.
+    """
+    sizes = checks.check_array("x", x, "[T, D]", FP8)
+    sizes = checks.check_array("weight", weight, "[E, width, D]", FP8, **sizes)
+    check_routing(routing, T=sizes["T"], E=sizes["E"])
+    if sizes["width"] % 2:
+        raise ValueError(
+            f"weight has {sizes['width']} rows: pass an even number, half gate and half up"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
+    blocks = 2 * _num_blocks(sizes["width"] // 2)
+    _check_fp8_scales(x_scale, weight_scale, "T", "width", "D", sizes, blocks if grouped else None)
+
+
+def check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, *, grouped):
+    """Check the arguments of an FP8 op of the down projection.
+
+    `scaled_expert_down_gemm` documents the errors. See `check_fp8_gated_gemm` for `grouped`.
+    """
+    sizes = checks.check_array("x", x, "[R, F]", FP8)
+    sizes = checks.check_array("weight", weight, "[E, D, F]", FP8, **sizes)
+    check_routing(routing, R=sizes["R"], E=sizes["E"])
+    blocks = _num_blocks(sizes["D"]) if grouped else None
+    _check_fp8_scales(x_scale, weight_scale, "R", "D", "F", sizes, blocks)
+
+
+def _check_fp8_scales(x_scale, weight_scale, rows, outputs, inputs, sizes, blocks):
+    """Check scales of rows, or of groups and blocks.
+
+    Args:
+        x_scale, weight_scale: The scales.
+        rows, outputs, inputs: Names of the axes of x and of the weight.
+        sizes: Sizes of the axes.
+        blocks: Number of blocks along the outputs of a weight; None if each row has a scale.
+    """
+    if blocks is None:
+        x_axes, weight_axes = f"[{rows}]", f"[E, {outputs}]"
+    else:
+        sizes = sizes | {"blocks": blocks, "groups": _num_blocks(sizes[inputs])}
+        x_axes, weight_axes = f"[{rows}, groups]", "[E, blocks, groups]"
+    checks.check_array("x_scale", x_scale, x_axes, jnp.float32, **sizes)
+    checks.check_array("weight_scale", weight_scale, weight_axes, jnp.float32, **sizes)
+
+
+def _num_blocks(size):
+    """Return the number of blocks along an axis of `size`; the last block may be smaller."""
+    return -(-size // FP8_GROUP_SIZE)

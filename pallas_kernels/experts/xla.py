@@ -60,47 +60,79 @@ def sort_by_expert(experts, num_experts, num_tokens):
 
 def expert_gated_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_gated_gemm` in plain XLA."""
-    num_choices = routing.experts.shape[1]
 
-    def compute_tile(expert, rows):
-        tokens = _take(routing.order, rows) // num_choices
-        own_weight = _expert_weight(weight, expert)
-        gate_up = einsum("td,df->tf", _take(x, tokens), own_weight, out=jnp.float32)
-        gate, up = jnp.split(gate_up, 2, axis=1)
-        return (jax.nn.silu(gate) * up).astype(x.dtype)
+    def multiply(expert, tokens):
+        own_weight = expert_weight(weight, expert)
+        return einsum("td,df->tf", take_rows(x, tokens), own_weight, out=jnp.float32)
 
     width = weight.shape[2] // 2
-    return _map_tiles(compute_tile, routing, width, x.dtype, batch_invariant=batch_invariant)
+    return gated_rows(multiply, routing, width, x.dtype, batch_invariant=batch_invariant)
 
 
 def expert_down_gemm(x, weight, routing, *, batch_invariant):
     """Run the public op `expert_down_gemm` in plain XLA."""
 
+    def multiply(expert, rows):
+        own_weight = expert_weight(weight, expert)
+        return einsum("tf,fd->td", take_rows(x, rows), own_weight, out=jnp.float32)
+
+    width = weight.shape[2]
+    return sum_choices(multiply, routing, width, x.dtype, batch_invariant=batch_invariant)
+
+
+def gated_rows(multiply, routing, width, dtype, *, batch_invariant=False):
+    """Return silu(gate) * up of each pair; rows that hit no expert are undefined.
+
+    Args:
+        multiply: Function of an expert and of token indices that returns gate and up, concatenated
+            along the columns, in float32.
+        routing: The `Routing`.
+        width: Width of the result.
+        dtype: Dtype of the result.
+        batch_invariant: See `map_tiles`.
+    """
+    num_choices = routing.experts.shape[1]
+
     def compute_tile(expert, rows):
-        own_weight = _expert_weight(weight, expert)
-        return einsum("tf,fd->td", _take(x, rows), own_weight, out=jnp.float32)
+        gate_up = multiply(expert, take_rows(routing.order, rows) // num_choices)
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(dtype)
 
+    return map_tiles(compute_tile, routing, width, dtype, batch_invariant=batch_invariant)
+
+
+def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
+    """Return the sum of each token's pairs, multiplied by the routing weights.
+
+    Args:
+        multiply: Function of an expert and of row indices that returns the products in float32.
+        routing: The `Routing`.
+        width: Width of the result.
+        dtype: Dtype of the result.
+        batch_invariant: See `map_tiles`.
+    """
     options = {"dtype": jnp.float32, "batch_invariant": batch_invariant}
-    products = _map_tiles(compute_tile, routing, weight.shape[2], **options)
-    is_hit = routing.experts < weight.shape[0]
-    total = jnp.zeros((routing.experts.shape[0], weight.shape[2]), jnp.float32)
+    products = map_tiles(multiply, routing, width, **options)
+    is_hit = routing.experts < routing.offsets.shape[0] - 1
+    total = jnp.zeros((routing.experts.shape[0], width), jnp.float32)
     for choice in range(routing.experts.shape[1]):
-        rows = _take(products, routing.positions[:, choice]) * routing.weights[:, choice, None]
+        rows = take_rows(products, routing.positions[:, choice])
+        rows = rows * routing.weights[:, choice, None]
         total += jnp.where(is_hit[:, choice, None], rows, 0)
-    return total.astype(x.dtype)
+    return total.astype(dtype)
 
 
-def _expert_weight(weight, expert):
+def expert_weight(weight, expert):
     """Return the weight of one expert.
 
-    On a CPU, XLA computes bfloat16 products in float32. Without the barrier, it moves the
+    On a CPU, XLA computes bfloat16 and FP8 products in float32. Without the barrier, it moves the
     conversion of all experts in front of the loop over tiles.
     """
     weight, expert = lax.optimization_barrier((weight, expert))
     return weight[expert]
 
 
-def _map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
+def map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
     """Return the rows [R, width] of all tiles; rows that hit no expert are undefined.
 
     Args:
@@ -135,6 +167,6 @@ def _num_tile_rows(num_rows, num_experts):
     return min(max(1 << mean.bit_length(), MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
-def _take(array, rows):
+def take_rows(array, rows):
     """Return rows of an array; an index past the end returns the last row."""
     return jnp.take(array, rows, axis=0, mode="clip")

@@ -1,11 +1,13 @@
 """Test reading `quantization_config` of config.json, and the errors for unsupported values."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.expert_formats import expert_format
 from jpaged.models.formats import Projection, UnquantizedFormat, WeightFormat
 from jpaged.models.fp8 import (
     FP8BlockFormat,
@@ -15,7 +17,7 @@ from jpaged.models.fp8 import (
     FP8StaticTensorFormat,
     FP8TensorFormat,
 )
-from jpaged.models.registry import read_model_config
+from jpaged.models.registry import read_model_config, weight_rules
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 48, "hidden_size": 256}
 LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -112,6 +114,113 @@ def test_requested_quantization_must_match_the_checkpoint():
         read(None, "modelopt")
 
 
+MOE = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "moe_intermediate_size": 384}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+GATES = [f"model.layers.{i}.mlp.gate" for i in (1, 2)]
+STATIC_ROWS = ROWS | {"strategy": "tensor", "dynamic": False}
+
+
+def read_experts(config: dict[str, Any] | None, asked: str | None = None, fields: Any = MOE) -> Any:
+    """Return the name of the format of each layer's experts; None for dense layers."""
+    model = read_model_config(fields | {"quantization_config": config}, asked)
+    return [
+        None if layer.experts is None else expert_format(model, index).__name__
+        for index, layer in enumerate(model.layers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "expected"),
+    [
+        (None, None, "UnquantizedExpertFormat"),
+        (None, "fp8", "FP8ExpertFormat"),
+        (COMPRESSED | {"ignore": ["lm_head", "re:.*mlp.gate$"]}, None, "FP8ChannelExpertFormat"),
+        (COMPRESSED | {"ignore": ["lm_head", *GATES]}, None, "FP8ChannelExpertFormat"),
+        (group(weights=WEIGHTS | {"strategy": "tensor"}), None, "FP8TensorExpertFormat"),
+        (BLOCKS | {"modules_to_not_convert": ["lm_head", *GATES]}, None, "FP8BlockExpertFormat"),
+        (MODELOPT | {"exclude_modules": ["*.experts.*"]}, None, "UnquantizedExpertFormat"),
+    ],
+)
+def test_experts_have_the_format_of_their_checkpoint(config: Any, asked: Any, expected: str):
+    assert read_experts(config, asked) == [None, expected, expected]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        COMPRESSED | {"ignore": ["re:.*layers.1.mlp.*"]},
+        BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp.experts"]},
+    ],
+)
+def test_ignored_experts_of_a_layer_stay_unquantized(config: dict[str, Any]):
+    first, second = read_experts(config)[1:]
+    assert first == "UnquantizedExpertFormat"
+    assert second.startswith("FP8")
+
+
+def test_projections_of_one_expert_must_have_the_same_quantization():
+    with pytest.raises(ValueError, match=r"leaves .*experts.0.gate_proj unquantized, but not all"):
+        read_experts(COMPRESSED | {"ignore": ["re:.*experts.*gate.*"]})
+    with pytest.raises(ValueError, match=r"leaves .*experts.0.w2 unquantized, but not all"):
+        read_experts(BLOCKS | {"ignored_layers": ["w2"]}, None, MIXTRAL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "name", "expected"),
+    [
+        (MIXTRAL, COMPRESSED, "layers.2.block_sparse_moe.experts.3.w3.weight_scale",
+         ("layers.2.mlp.gate_up_weight_scale", 3, 1)),
+        (MIXTRAL, BLOCKS, "layers.2.block_sparse_moe.experts.3.w2.weight_scale_inv",
+         ("layers.2.mlp.down_weight_scale", 3, 0)),
+        (MOE | {"moe_intermediate_size": 256}, BLOCKS, "layers.1.mlp.experts.down_proj_scale_inv",
+         ("layers.1.mlp.down_weight_scale", None, 0)),
+    ],
+)  # fmt: skip
+def test_names_of_expert_scales_are_those_of_the_family(fields, config, name, expected):
+    model = read_model_config(fields | {"quantization_config": config})
+    rule = weight_rules(model).find(f"model.{name}")
+    assert rule is not None
+    assert (rule.target, rule.expert, rule.start) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (group(input_activations=STATIC_ROWS), "fp8_channel_static"),
+        (BLOCKS | {"weight_block_size": None, "activation_scheme": "static"}, "fp8_tensor_static"),
+        (MODELOPT, "fp8_tensor_static"),
+    ],
+)
+def test_static_scales_of_experts_are_refused(config: dict[str, Any], name: str):
+    complaint = rf"has static scales of activations \({name}\), which the experts of model_type='qw"
+    with pytest.raises(ValueError, match=complaint):
+        read_model_config(MOE | {"quantization_config": config})
+
+
+SPLIT = {"quantization_config": BLOCKS, "head_dim": 128, "num_key_value_heads": 4}
+SPLIT |= {"intermediate_size": 512}
+
+
+def test_devices_do_not_split_scale_blocks_of_experts():
+    model = read_model_config(MOE | SPLIT)
+    wrong = (
+        r"moe_intermediate_size=384 of an expert, whose .* one scale per 128 rows; use 1, or set"
+    )
+    with pytest.raises(
+        ValueError, match=f"size=2 cannot split the model's {wrong} enable_expert_p"
+    ):
+        model.shard(2)
+    shard = replace(model, enable_expert_parallel=True).shard(2)
+    assert shard.experts is not None
+    assert shard.experts.num_local_experts == 2
+    assert read_model_config(MOE | SPLIT | {"moe_intermediate_size": 512}).shard(2).experts
+    sparse = MOE | SPLIT | {"mlp_only_layers": [], "moe_intermediate_size": 512}
+    assert read_model_config(sparse | {"intermediate_size": 100}).shard(2).experts
+    unquantized = BLOCKS | {"ignored_layers": [".*mlp.*"]}
+    assert read_model_config(MOE | SPLIT | {"quantization_config": unquantized}).shard(2).experts
+
+
 ONLY_FIRST_DOWN = {"layers.0.mlp.down"}
 
 
@@ -178,6 +287,7 @@ def test_quantization_of_a_multimodal_text_model_is_read():
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
         (BLOCKS | {"modules_to_not_convert": ["("]}, "modules_to_not_convert='(?:()"),
         (BLOCKS | {"rotate": True}, "rotate=True"),
+        (BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
         (BLOCKS | {"dequantize": True}, "dequantize=True"),
         ({"quant_method": "modelopt", "exclude_modules": ["lm_head"]}, "quant_algo=None"),
         (COMPRESSED | {"format": "pack-quantized"}, "format='pack-quantized'"),

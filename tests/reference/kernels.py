@@ -336,3 +336,30 @@ def experts(x, gate_up, down, weights, chosen):
                 gate, up = np.split(row @ gate_up[expert], 2)
                 out[t] += weight * (gate / (1 + np.exp(-gate)) * up @ down[expert])
     return out
+
+
+def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
+    """Return silu(gate) * up [T, k, F] of each pair; expert E stands for no expert.
+
+    The matrices are in FP8, and each number of a matrix has a scale.
+    """
+    out = np.zeros((*np.shape(chosen), weight.shape[1] // 2))
+    for t, c in np.ndindex(*np.shape(chosen)):
+        if (expert := chosen[t, c]) < len(weight):
+            factors = x[t : t + 1], weight[expert], x_scale[t : t + 1], weight_scale[expert]
+            out[t, c] = gated_silu(scaled_gemm(*factors).reshape(1, 2, -1))[0]
+    return out
+
+
+def scaled_expert_down_gemm(x, weight, x_scale, weight_scale, weights, chosen):
+    """Return the weighted sum of the pairs [T, k, F] of each token; expert E stands for no expert.
+
+    The matrices are in FP8, and each number of a matrix has a scale.
+    """
+    out = np.zeros((len(x), weight.shape[1]))
+    for t, c in np.ndindex(*np.shape(chosen)):
+        if (expert := chosen[t, c]) < len(weight):
+            pair = np.s_[t, c : c + 1]
+            factors = x[pair], weight[expert], x_scale[pair], weight_scale[expert]
+            out[t] += weights[t, c] * scaled_gemm(*factors)[0]
+    return out

@@ -1,0 +1,346 @@
+"""Weight formats of experts: how their weights are stored, loaded, split and multiplied.
+
+`expert_format` returns the format of the experts of a layer. An instance holds the weights of all
+experts that the device holds. The experts of a layer have the scales and the rounding of dense
+projections in the same checkpoint (`jpaged.models.formats`, `jpaged.models.fp8`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+from typing_extensions import override
+
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import ExpertsConfig, ModelConfig, expert_path
+from jpaged.models.formats import (
+    BatchInvariantFormat,
+    UnquantizedFormat,
+    WeightFormat,
+    zero_param,
+)
+from jpaged.models.fp8 import (
+    FP8BlockFormat,
+    FP8ChannelFormat,
+    FP8Format,
+    FP8TensorFormat,
+    num_blocks,
+)
+from jpaged.models.sharding import all_max
+from pallas_kernels import (
+    FP8,
+    FP8_GROUP_SIZE,
+    Backend,
+    Routing,
+    block_scaled_expert_down_gemm,
+    block_scaled_expert_gated_gemm,
+    expert_down_gemm,
+    expert_gated_gemm,
+    quantize_rows,
+    scaled_expert_down_gemm,
+    scaled_expert_gated_gemm,
+)
+
+
+class ExpertSource(NamedTuple):
+    """A name in a checkpoint under which the weight of one expert or of all experts is stored.
+
+    Attributes:
+        name: Name of the module of one expert's projection, such as
+            "layers.0.mlp.experts.3.up_proj". If the weights of all experts are stacked, name of
+            the tensor, such as "layers.0.mlp.experts.gate_up_proj".
+        parameter: Parameter that the weight fills.
+        part: Index of the projection within the parameter: 1 for an up projection, otherwise 0.
+        expert: Index of the expert; None if the weights of all experts are stacked.
+    """
+
+    name: str
+    parameter: Literal["gate_up", "down"]
+    part: int = 0
+    expert: int | None = None
+
+    @property
+    def weight_name(self) -> str:
+        """Name of the weight's tensor."""
+        return self.name if self.expert is None else self.name + ".weight"
+
+
+class ExpertFormat(nnx.Module):
+    """Base class of the weight formats of experts.
+
+    The parameters are `gate_up` and `down`, and those that a subclass adds. With several devices,
+    each device holds a shard of the width or of the number of the experts.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
+        self.batch_invariant = config.batch_invariant
+        has_all_experts = experts.num_local_experts == experts.num_experts
+        self.is_width_sharded = config.tensor_parallel_size > 1 and has_all_experts
+
+    @classmethod
+    @abstractmethod
+    def rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        """Return the rules that map the tensors of one source to parameters.
+
+        Args:
+            config: Config of the model.
+            experts: Experts of the layer.
+            source: The source.
+            target: Path of the `SparseFeedForward`.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, x: Float[Array, "T D"], routing: Routing, backend: Backend
+    ) -> Float[Array, "T D"]:
+        """Return the weighted sum of the experts that each row chose, without an all-reduce."""
+
+
+class UnquantizedExpertFormat(ExpertFormat):
+    """Unquantized weights in the model's dtype: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
+        super().__init__(config, experts, dtype)
+        count, width, inner = _sizes(config, experts)
+        self.gate_up = zero_param(dtype, count, width, 2, inner)
+        self.down = zero_param(dtype, count, inner, width)
+
+    @override
+    @classmethod
+    def rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        count, width, inner = _sizes(config, experts)
+        is_gate_up, is_stacked = source.parameter == "gate_up", source.expert is None
+        first = count if is_stacked else 1
+        if is_gate_up:
+            shape = first, width, 2 if is_stacked else 1, inner
+            file_axes = ((0,), (2, 3), (1,)) if is_stacked else ((3, 0, 2), (1,))
+        else:
+            shape = first, inner, width
+            file_axes = ((0,), (2,), (1,)) if is_stacked else ((2, 0), (1,))
+        layout = _layout(source, shape, file_axes, axis=2 if is_gate_up else 1)
+        return [WeightRule(source.weight_name, f"{target}.{source.parameter}", **layout)]
+
+    @override
+    def __call__(
+        self, x: Float[Array, "T D"], routing: Routing, backend: Backend
+    ) -> Float[Array, "T D"]:
+        options = {"backend": backend, "batch_invariant": self.batch_invariant}
+        gate_up = self.gate_up[...]
+        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+        inner = expert_gated_gemm(x, gate_up, routing, **options)
+        return expert_down_gemm(inner, self.down[...], routing, **options)
+
+
+class FP8ExpertFormat(ExpertFormat):
+    """FP8 weights with one scale per output, and one dynamic scale per row of activations.
+
+    The weights are `gate_up` [E, 2, F, D] and `down` [E, D, F]; the scales are
+    `gate_up_weight_scale` [E, 2, F] and `down_weight_scale` [E, D] in float32. This class quantizes
+    the wider weights of a checkpoint while they are loaded.
+    """
+
+    is_grouped: ClassVar[bool] = False
+    """Whether blocks of a weight and groups of a row have scales."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
+        super().__init__(config, experts, dtype)
+        count, width, inner = _sizes(config, experts)
+        self.gate_up = zero_param(FP8, count, 2, inner, width)
+        self.down = zero_param(FP8, count, width, inner)
+        gate_up, down = self._scale_shapes(inner, width)
+        self.gate_up_weight_scale = zero_param(jnp.float32, count, 2, *gate_up)
+        self.down_weight_scale = zero_param(jnp.float32, count, *down)
+
+    def _scale_shapes(self, inner: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the scales of one gate or up projection, and of one down."""
+        return (inner,), (width,)
+
+    @override
+    @classmethod
+    def rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        layout, path = (
+            _fp8_layout(source, *_sizes(config, experts)),
+            f"{target}.{source.parameter}",
+        )
+        scale_path = path + "_weight_scale"
+        return [WeightRule(source.weight_name, path, **layout, scale_path=scale_path)]
+
+    @override
+    def __call__(
+        self, x: Float[Array, "T D"], routing: Routing, backend: Backend
+    ) -> Float[Array, "T D"]:
+        gated, down = scaled_expert_gated_gemm, scaled_expert_down_gemm
+        if self.is_grouped:
+            gated, down = block_scaled_expert_gated_gemm, block_scaled_expert_down_gemm
+        options: dict[str, Any] = {"dtype": x.dtype, "backend": backend}
+        weight, scale = self.gate_up[...], self.gate_up_weight_scale[...]
+        weight = weight.reshape(weight.shape[0], -1, weight.shape[3])
+        scale = scale.reshape(scale.shape[0], -1, *scale.shape[3:])
+        values, row_scale = self._quantize(x, backend)
+        inner = gated(values, weight, row_scale, scale, routing, **options)
+        # Groups lie within the shard of one device, but rows are split over the devices.
+        is_split = self.is_width_sharded and not self.is_grouped
+        values, row_scale = self._quantize(inner, backend, all_max if is_split else None)
+        scale = self.down_weight_scale[...]
+        return down(values, self.down[...], row_scale, scale, routing, **options)
+
+    def _quantize(
+        self, rows: jax.Array, backend: Backend, reduce_max: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return rows in FP8 and their scales: [rows], or [rows, groups] if `is_grouped`."""
+        options = {"grouped": self.is_grouped, "reduce_max": reduce_max, "backend": backend}
+        values, scale = quantize_rows(rows, **options)
+        return values, scale if self.is_grouped else scale[:, 0]
+
+
+class FP8ChannelExpertFormat(FP8ExpertFormat):
+    """`FP8ExpertFormat` for checkpoints with one scale per output, and a tensor for each expert."""
+
+    is_per_tensor: ClassVar[bool] = False
+    """Whether one scale covers all outputs of a projection of an expert."""
+
+    @override
+    @classmethod
+    def rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        if source.expert is None:
+            return []  # no published checkpoint stacks such weights
+        count, width, inner = _sizes(config, experts)
+        path, axes = f"{target}.{source.parameter}", (2, 0, 1)
+        shape = 1, 1, inner
+        if source.parameter == "down":
+            shape, axes = (1, width), (1, 0)
+        if cls.is_per_tensor:
+            scale_layout = {"is_scalar": True} | _layout(source, shape, None, axis=1)
+        else:
+            scale_layout = _layout(source, shape, (axes, ()), axis=1)  # the file has [outputs, 1]
+        layout = _fp8_layout(source, count, width, inner)
+        return [
+            WeightRule(source.weight_name, path, **layout),
+            WeightRule(source.name + ".weight_scale", path + "_weight_scale", **scale_layout),
+        ]
+
+
+class FP8TensorExpertFormat(FP8ChannelExpertFormat):
+    """`FP8ExpertFormat` for checkpoints with one scale per projection of an expert."""
+
+    is_per_tensor = True
+
+
+class FP8BlockExpertFormat(FP8ExpertFormat):
+    """FP8 weights with one scale per 128 x 128 block, and per 128 numbers of a row.
+
+    The scales are `gate_up_weight_scale` [E, 2, blocks of F, blocks of D] and `down_weight_scale`
+    [E, blocks of D, blocks of F]. The last block of an axis may be smaller.
+    """
+
+    is_grouped = True
+
+    @override
+    def _scale_shapes(self, inner: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        inner, width = num_blocks(inner), num_blocks(width)
+        return (inner, width), (width, inner)
+
+    @override
+    @classmethod
+    def rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        count, width, inner = _sizes(config, experts)
+        if source.expert is None and inner % FP8_GROUP_SIZE:
+            return []  # a stacked tensor could have blocks that belong to both gate and up
+        path, suffix = (
+            f"{target}.{source.parameter}",
+            "_scale_inv" if source.expert is None else ".weight_scale",
+        )
+        layout = _fp8_layout(source, count, width, inner)
+        scale_layout = _fp8_layout(source, count, num_blocks(width), num_blocks(inner))
+        return [
+            WeightRule(source.weight_name, path, **layout),
+            WeightRule(source.name + suffix, path + "_weight_scale", **scale_layout),
+        ]
+
+
+def _sizes(config: ModelConfig, experts: ExpertsConfig) -> tuple[int, int, int]:
+    """Return the number of experts of the device, the model's width and the experts' width."""
+    return experts.num_local_experts, config.hidden_size, experts.intermediate_size
+
+
+def _fp8_layout(source: ExpertSource, count: int, width: int, inner: int) -> dict[str, Any]:
+    """Return the fields of a `WeightRule` for a parameter [E, 2, F, D] or [E, D, F].
+
+    Args:
+        source: The source.
+        count, width, inner: Sizes of E, D and F.
+    """
+    is_gate_up, is_stacked = source.parameter == "gate_up", source.expert is None
+    first = count if is_stacked else 1
+    if is_gate_up:
+        shape = first, 2 if is_stacked else 1, inner, width
+        file_axes = ((0,), (1, 2), (3,)) if is_stacked else ((2, 0, 1), (3,))
+    else:
+        shape = first, width, inner
+        file_axes = ((0,), (1,), (2,)) if is_stacked else ((1, 0), (2,))
+    return _layout(source, shape, file_axes, axis=1)
+
+
+def _layout(
+    source: ExpertSource,
+    shape: tuple[int, ...],
+    file_axes: Sequence[Sequence[int]] | None,
+    *,
+    axis: int,
+) -> dict[str, Any]:
+    """Return the fields of a `WeightRule` for the weight or the scales of one source.
+
+    Args:
+        source: The source.
+        shape: See `WeightRule`.
+        file_axes: See `WeightRule`.
+        axis: Axis of the parameter along which the projections of one expert are concatenated.
+    """
+    layout = {"shape": shape, "file_axes": file_axes}
+    if source.expert is None:
+        return layout | {"is_alternative": True}
+    return layout | {"axis": axis, "start": source.part, "expert": source.expert}
+
+
+_EXPERT_FORMATS: dict[type[WeightFormat], type[ExpertFormat]] = {
+    UnquantizedFormat: UnquantizedExpertFormat,
+    BatchInvariantFormat: UnquantizedExpertFormat,
+    FP8Format: FP8ExpertFormat,
+    FP8ChannelFormat: FP8ChannelExpertFormat,
+    FP8TensorFormat: FP8TensorExpertFormat,
+    FP8BlockFormat: FP8BlockExpertFormat,
+}
+"""Format of experts by the format of dense projections in the same checkpoint."""
+
+
+def expert_format(config: ModelConfig, index: int) -> type[ExpertFormat]:
+    """Return the format of the experts of layer `index`.
+
+    Raises:
+        ValueError: Experts do not support the format of the model's other projections.
+    """
+    weight_format = config.weight_format(expert_path(index))
+    found = _EXPERT_FORMATS.get(weight_format)
+    if found is None:
+        raise ValueError(
+            f"model config: quantization_config has static scales of activations "
+            f"({weight_format.name}), which the experts of model_type={config.model_type!r} do not "
+            "support: use a checkpoint with dynamic scales, or the unquantized checkpoint with "
+            "quantization='fp8'"
+        )
+    return found
