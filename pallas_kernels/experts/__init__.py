@@ -183,8 +183,9 @@ def expert_down_gemm(
 ) -> Float[Array, "T D"]:
     """Return the sum of each token's experts, multiplied by the routing weights.
 
-    The k rows of a token are summed in float32, in the order of the choices, and rounded once to
-    x's dtype. Pairs that hit no expert add nothing, whatever their rows contain.
+    Each product is rounded to x's dtype. The k products of a token are summed in float32, in the
+    order of the choices, and the sum is rounded to x's dtype. Pairs that hit no expert add nothing,
+    whatever their rows contain.
 
     Args:
         x: Result of `expert_gated_gemm`.
@@ -235,7 +236,7 @@ def _select(
         width=num_columns // num_factors,
         itemsize=weight.dtype.itemsize,
         num_factors=num_factors,
-        out_itemsize=weight.dtype.itemsize if num_factors == 2 else 4,
+        out_itemsize=weight.dtype.itemsize,
         num_cores=num_cores(backend),
         device_kind=device_kind(backend),
     )

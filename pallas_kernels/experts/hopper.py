@@ -60,9 +60,7 @@ def expert_gated_gemm(x, weight, routing, *, config: ExpertsConfig):
 def expert_down_gemm(x, weight, routing, *, config: ExpertsConfig):
     """Run the public op `expert_down_gemm` in Mosaic GPU."""
     tiles = expert_tiles(routing, config)
-    rows = _expert_gemm(
-        x, weight, tiles, num_choices=None, dtype=jnp.dtype(jnp.float32), config=config
-    )
+    rows = _expert_gemm(x, weight, tiles, num_choices=None, dtype=x.dtype, config=config)
     return triton.combine_rows(rows, *triton.choices(routing), dtype=x.dtype)
 
 
