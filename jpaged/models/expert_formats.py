@@ -216,16 +216,16 @@ class FP8ChannelExpertFormat(FP8ExpertFormat):
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
         if source.expert is None:
-            return []  # no published checkpoint stacks such weights
+            return []  # no published checkpoint stacks weights with such scales
         count, width, inner = _sizes(config, experts)
         path, axes = f"{target}.{source.parameter}", (2, 0, 1)
         shape = 1, 1, inner
         if source.parameter == "down":
             shape, axes = (1, width), (1, 0)
-        if cls.is_per_tensor:
-            scale_layout = {"is_scalar": True} | _layout(source, shape, None, axis=1)
-        else:
-            scale_layout = _layout(source, shape, (axes, ()), axis=1)  # the file has [outputs, 1]
+        # The file has one number, or [outputs, 1].
+        file_axes = None if cls.is_per_tensor else (axes, ())
+        scale_layout = _layout(source, shape, file_axes, axis=1)
+        scale_layout["is_scalar"] = cls.is_per_tensor
         layout = _fp8_layout(source, count, width, inner)
         return [
             WeightRule(source.weight_name, path, **layout),
@@ -311,7 +311,7 @@ def _layout(
         file_axes: See `WeightRule`.
         axis: Axis of the parameter along which the projections of one expert are concatenated.
     """
-    layout = {"shape": shape, "file_axes": file_axes}
+    layout: dict[str, Any] = {"shape": shape, "file_axes": file_axes}
     if source.expert is None:
         return layout | {"is_alternative": True}
     return layout | {"axis": axis, "start": source.part, "expert": source.expert}

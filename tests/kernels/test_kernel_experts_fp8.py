@@ -151,19 +151,15 @@ def test_few_tokens_convert_the_fp8_weights_of_few_experts(kind: str):
     assert memory.temp_size_in_bytes < gate_up.size // 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong_rows", "wrong_scale"),
-    [
-        ("channel", r"x_scale has shape \(2,\)", r"weight_scale has shape \(4, 287\)"),
-        pytest.param(
-            "block",
-            r"x_scale has shape \(2, 2\)",
-            r"weight_scale has shape \(4, 3, 2\)",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_fp8_arguments_of_experts_that_do_not_fit_are_refused(kind, wrong_rows, wrong_scale):
+WRONG_SCALES = {
+    "channel": (r"x_scale has shape \(2,\)", r"weight_scale has shape \(4, 287\)"),
+    "block": (r"x_scale has shape \(2, 2\)", r"weight_scale has shape \(4, 3, 2\)"),
+}
+
+
+@pytest.mark.parametrize("kind", ["channel", pytest.param("block", marks=pytest.mark.full)])
+def test_fp8_arguments_of_experts_that_do_not_fit_are_refused(kind: str):
+    wrong_rows, wrong_scale = WRONG_SCALES[kind]
     routing, width, inner, grouped = make_routing(3), 160, 144, kind == "block"
     x, x_scale, _ = make_rows(kind, 3, width)
     weight, scale, _ = make_weights(kind, 2, inner, width)

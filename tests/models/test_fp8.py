@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.decoder import Decoder
+from jpaged.models.decoder import Decoder, DecoderLayer, FeedForward
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.fp8 import FP8BlockFormat, FP8StaticTensorFormat
 from jpaged.models.loader import model_parameters, plan_model
@@ -204,12 +204,19 @@ def published(folder: Path, name: str) -> PreTrainedModel:
     return made.published(random_model(**sizes), folder, weights, config, **names)
 
 
+def dense(layer: DecoderLayer) -> FeedForward:
+    """Return the feed-forward of a layer without experts."""
+    assert isinstance(layer.mlp, FeedForward)
+    return layer.mlp
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_published_layout_dequantizes_to_its_original_values(tmp_path, name):
     model = published(tmp_path, name)
     ours = load(tmp_path)
     for index, layer in enumerate(ours.layers):
-        projections = layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
+        mlp = dense(layer)
+        projections = layer.attention.qkv, layer.attention.output, mlp.gate_up, mlp.down
         for linear, names in zip(projections, NAMES, strict=True):
             paths = [f"model.layers.{index}.{each}.weight" for each in names]
             expected = torch.cat([model.get_parameter(path) for path in paths]).detach().numpy()
@@ -260,8 +267,8 @@ def dequantized(linear: Any) -> np.ndarray:
 def test_projection_excluded_by_the_checkpoint_is_not_in_fp8(tmp_path):
     published(tmp_path, "ModelOpt")
     first, second = load(tmp_path).layers
-    assert first.mlp.down.projection.format is FP8StaticTensorFormat
-    assert second.mlp.down.projection.format is UnquantizedFormat
+    assert dense(first).down.projection.format is FP8StaticTensorFormat
+    assert dense(second).down.projection.format is UnquantizedFormat
     assert second.attention.qkv.projection.format is FP8StaticTensorFormat
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ def test_two_devices_split_the_same_fp8_experts(tmp_path, kind, by_expert):
     definition, state = nnx.split(sharded.layers[1].mlp)
 
     def run(state, x):
-        return nnx.merge(definition, state)(x, Backend.XLA)[0]
+        return cast(Any, nnx.merge(definition, state))(x, Backend.XLA)[0]
 
     rows = jax.device_put(x, axis_sharding(mesh, None))
     got = jax.jit(wrap_in_shard_map(run, mesh, (state, rows), {}, PartitionSpec()))(state, rows)
