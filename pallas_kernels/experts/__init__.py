@@ -10,8 +10,8 @@ The public ops check their arguments and choose an implementation for the backen
                             the pairs runs in xla.py on every backend
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
-    scaled_expert_*_gemm,   fp8_triton.py on a GPU with FP8 support, else fp8.py
-    block_scaled_*_gemm
+    scaled_expert_*_gemm,   fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
+    block_scaled_*_gemm     width of 64, fp8_triton.py on other GPUs with FP8 support, else fp8.py
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.experts import fp8, fp8_triton, hopper, triton, tuning, xla
+from pallas_kernels.experts import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
 from pallas_kernels.gemm import BATCH_INVARIANT_UNIT, map_row_tiles
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
@@ -442,6 +442,9 @@ def _select_fp8(
     num_experts, num_outputs, depth = weight.shape
     sizes = num_experts, depth, num_outputs // num_factors
     gemm = _describe(routing, sizes, num_factors, weight.dtype, options["dtype"], backend)
+    config = tuning.fp8_experts_config(gemm, grouped=grouped)
+    if config is not None:
+        return fp8_hopper, options | {"config": config}
     return fp8_triton, options | {
         "tile_rows": tuning.triton_tile_rows(gemm),
         "interpret": interpret,

@@ -99,7 +99,7 @@ def _expert_gemm(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="fp8_expert_gemm" if order is None else "fp8_expert_gated_gemm",
-    )(x, weight, x_scale, weight_scale, tiles, *(() if order is None else (order,)))
+    )(x, weight, x_scale.T, weight_scale, tiles, *(() if order is None else (order,)))
 
 
 def _kernel(
@@ -120,10 +120,7 @@ def _kernel(
         expert, row, count = (tiles_ref[first + field] for field in range(3))
         member = jnp.arange(tile_rows, dtype=jnp.int32)
         is_row, rows = member < count, row + member
-        x_rows = rows
-        if order_refs:
-            pairs = plgpu.load(order_refs[0].at[rows], mask=is_row, other=0)
-            x_rows = lax.div(pairs, jnp.int32(num_choices))
+        x_rows = _rows_of_x(order_refs, rows, is_row, num_choices)
         columns = jnp.arange(_COLUMNS, dtype=jnp.int32) + first_column
         is_column = columns < width
 
@@ -156,7 +153,7 @@ def _kernel(
         def group_scales(step):
             """Return the scales of the rows in the step's group, times each factor's scale."""
             group = lax.div(step, jnp.int32(FP8_GROUP_SIZE // _DEPTH))
-            source = x_scale_ref.at[x_rows, jnp.full_like(x_rows, group)]
+            source = x_scale_ref.at[jnp.full_like(x_rows, group), x_rows]
             row_scales = plgpu.load(source, mask=is_row, other=0)
             block = lax.div(first_column, jnp.int32(FP8_GROUP_SIZE))
             blocks = [block + factor * blocks_per_factor for factor in range(num_factors)]
@@ -189,3 +186,67 @@ def _kernel(
         shape = tile_rows, _COLUMNS
         target = out_ref.at[broadcast(rows, 0, shape), broadcast(columns, 1, shape)]
         plgpu.store(target, result.astype(out_ref.dtype), mask=is_row[:, None] & is_column[None, :])
+
+
+@functools.partial(jax.jit, static_argnames=("num_choices", "num_tiles", "tile_rows", "interpret"))
+def tile_scales(
+    x_scale,
+    tiles,
+    order=None,
+    *,
+    num_choices,
+    num_tiles: int,
+    tile_rows: int,
+    interpret: bool = False,
+):
+    """Return the scales of the rows of each tile, [num_tiles * tile_rows] or with groups first.
+
+    Args:
+        x_scale: Scales of the rows of x, [T], or [T, groups]. Without `order`, x has a row for each
+            pair.
+        tiles: Result of `triton.expert_tiles`.
+        order: Pair index of each sorted row.
+        num_choices: Number of pairs per token; None without `order`.
+        num_tiles: Maximum number of tiles.
+        tile_rows: Maximum number of rows per tile, a power of two.
+        interpret: Whether to run the kernel in interpret mode.
+
+    Returns:
+        The scales. A tile's scales begin at a multiple of `tile_rows`. Scales past the last row of
+        a tile are 0, and those past the last tile are undefined.
+    """
+    shape = (*x_scale.shape[1:], num_tiles * tile_rows)
+    return pl.pallas_call(
+        functools.partial(_tile_scales_kernel, num_choices=num_choices, tile_rows=tile_rows),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(num_tiles,),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="tile_scales",
+    )(x_scale.T, tiles, *(() if order is None else (order,)))
+
+
+def _tile_scales_kernel(x_scale_ref, tiles_ref, *refs, num_choices, tile_rows):
+    *order_refs, out_ref = refs
+    tile = pl.program_id(0)
+
+    @pl.when(tile < tiles_ref[0])
+    def _copy():
+        first = HEADER_SIZE + tile * TILE_FIELDS
+        member = jnp.arange(tile_rows, dtype=jnp.int32)
+        is_row, rows = member < tiles_ref[first + 2], tiles_ref[first + 1] + member
+        x_rows = _rows_of_x(order_refs, rows, is_row, num_choices)
+        slots = tile * tile_rows + member
+        groups = [()] if len(out_ref.shape) == 1 else [(g,) for g in range(out_ref.shape[0])]
+        for group in groups:
+            index = [jnp.full_like(member, g) for g in group]
+            scales = plgpu.load(x_scale_ref.at[*index, x_rows], mask=is_row, other=0)
+            plgpu.store(out_ref.at[*index, slots], scales)
+
+
+def _rows_of_x(order_refs, rows, is_row, num_choices):
+    """Return the row of x of each sorted row; without an order in `order_refs`, the same row."""
+    if not order_refs:
+        return rows
+    pairs = plgpu.load(order_refs[0].at[rows], mask=is_row, other=0)
+    return lax.div(pairs, jnp.int32(num_choices))

@@ -107,7 +107,7 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
             # or rows for the loader.
             "x_smem": plgpu.RefUnion(
                 ops.swizzled_smem(x_shape, x.dtype),
-                plgpu.SMEM(x_shape, x.dtype) if is_gated else _row_smem(x_shape, x.dtype),
+                plgpu.SMEM(x_shape, x.dtype) if is_gated else row_smem(x_shape, x.dtype),
             ),
             "weight_smem": ops.swizzled_smem(
                 (config.num_stages, num_blocks, num_consumers, TILE, TILE), x.dtype
@@ -115,8 +115,8 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
             # Two views of the same memory: tiles, which the consumers write; and rows, of which any
             # number can be copied.
             "out_smem": plgpu.RefUnion(
-                _tile_smem((num_consumers, tile_rows, TILE), dtype),
-                _row_smem((num_consumers, tile_rows, TILE), dtype),
+                tile_smem((num_consumers, tile_rows, TILE), dtype),
+                row_smem((num_consumers, tile_rows, TILE), dtype),
             ),
             "full": plgpu.Barrier(
                 num_arrivals=num_blocks * num_consumers + 1, num_barriers=config.num_stages
@@ -130,15 +130,15 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     return call(*arguments, *(() if order is None else (order,)))[:num_rows]
 
 
-def _tile_smem(shape, dtype):
+def tile_smem(shape, dtype):
     """Return a shared-memory type of tiles [count, rows, columns] in chunks of 128-byte rows."""
     chunk = shape[1], 128 // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform(chunk), plgpu.SwizzleTransform(128)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _row_smem(shape, dtype):
-    """Return the type of `_tile_smem` as rows of 128 bytes, [count, chunks * rows, columns]."""
+def row_smem(shape, dtype):
+    """Return the type of `tile_smem` as rows of 128 bytes, [count, chunks * rows, columns]."""
     count, rows, columns = shape
     chunk_columns = 128 // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((1, chunk_columns)), plgpu.SwizzleTransform(128)
@@ -213,13 +213,13 @@ def _kernel(
                     source = x_ref.at[pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)]
                     plgpu.copy_gmem_to_smem(source, x_rows.at[stage], full.at[stage])
                     return
-                _gather_rows(
+                gather_rows(
                     order_refs[0], x_ref, x_rows, row, count, step, stage, num_choices=num_choices
                 )
 
                 @pl.when(total_steps >= gathers_ahead)
                 def _publish():
-                    _wait_for_gathers(gathers_ahead)
+                    wait_for_gathers(gathers_ahead)
                     earlier = lax.rem(total_steps - gathers_ahead, jnp.int32(num_stages))
                     plgpu.barrier_arrive(full.at[earlier])
 
@@ -227,7 +227,7 @@ def _kernel(
 
         lax.fori_loop(0, num_rounds, load_item, None)
         if gated:
-            _wait_for_gathers(0)
+            wait_for_gathers(0)
             total_steps = num_rounds * num_steps
 
             def publish(step, _):
@@ -267,26 +267,28 @@ def _kernel(
                 tile_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 first = column + block * block_stride + warp_group * TILE
-                _store_rows(row_out, out_ref, row, count, first)
+                store_rows(row_out, out_ref, row, count, first)
 
         lax.fori_loop(0, num_rounds, compute_item, None)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
+def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
     """Start to copy a step's columns of the tokens of a tile to shared memory.
 
-    Each thread copies 16 bytes of every 16th row, swizzled as `hopper_ops.SWIZZLE_TRANSFORMS`.
+    A step has 128 bytes of a row. Each thread copies 16 bytes of every 16th row, swizzled as
+    `hopper_ops.SWIZZLE_TRANSFORMS`.
 
     Args:
         order_ref: Pair index of each sorted row.
         x_ref: Rows of the tokens.
-        x_smem: Shared memory of all stages, [stages, rows, TILE].
+        x_smem: Shared memory of all stages, [stages, rows, columns of a step].
         row, count: First sorted row and number of rows of the tile.
         step, stage: Step of the depth, and its stage.
         num_choices: Number of pairs per token.
     """
-    depth, tile_rows = x_ref.shape[1], x_smem.shape[1]
+    tile_rows = x_smem.shape[1]
+    chunks_per_token = x_ref.shape[1] * x_ref.dtype.itemsize // 16
 
     def body(*values):
         order, x, smem, row, count, step, stage = values
@@ -299,7 +301,7 @@ def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choic
         ]
         swizzled = ops.Value(arith.xori(chunk.ir, (member % 8).ir))
         for own, pair in zip(members, pairs, strict=True):
-            source = (pair // num_choices) * (depth // 8) + step * _CHUNKS_PER_ROW + chunk
+            source = (pair // num_choices) * chunks_per_token + step * _CHUNKS_PER_ROW + chunk
             target = (stage * tile_rows + own) * _CHUNKS_PER_ROW + swizzled
             with ops.when(own < count):
                 ops.ptx(
@@ -314,7 +316,7 @@ def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choic
     ops.run_inline(body, *arguments, arg_types=types)
 
 
-def _wait_for_gathers(num_pending):
+def wait_for_gathers(num_pending):
     """Wait until all but the last `num_pending` gathers of each thread have arrived.
 
     Each thread waits for its own copies only. Every thread then arrives on the stage's barrier.
@@ -327,13 +329,13 @@ def _wait_for_gathers(num_pending):
     ops.run_inline(body, arg_types=())
 
 
-def _store_rows(row_out, out_ref, row, count, column):
+def store_rows(row_out, out_ref, row, count, column):
     """Copy the first `count` rows of a tile to `out_ref`, at the given row and column.
 
     The size of a copy is static, so the rows are copied in parts of powers of 2.
 
     Args:
-        row_out: The tile in shared memory, in the form of `_row_smem`.
+        row_out: The tile in shared memory, with the type of `row_smem`.
         out_ref: The output.
         row, count, column: First row, number of rows and first column of the tile in the output.
     """

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-_TILE = 64  # depth of a stage, and columns per consumer and block
+_TILE = 64  # columns per consumer and block
+_STAGE_BYTES = 128  # bytes of the depth of a stage, for each row and column
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
+# With more rows, the sums, the products and the scales of a group do not fit in registers.
+_MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
 # Bytes of a program's stages. Twice as many made the gated kernel with few rows 0 to 3 % slower on
 # an H100.
@@ -66,13 +69,13 @@ class ExpertsConfig:
     num_programs: int
 
 
-def tile_rows(num_rows: int, num_experts: int) -> int:
+def tile_rows(num_rows: int, num_experts: int, max_rows: int = _MAX_TILE_ROWS) -> int:
     """Return the rows per tile: a power of two, at least 1.5 times the mean rows of an expert.
 
     Most experts then have one tile, so most weights are read once.
     """
     rows = _MIN_TILE_ROWS
-    while rows < _MAX_TILE_ROWS and 2 * rows * num_experts < 3 * num_rows:
+    while rows < max_rows and 2 * rows * num_experts < 3 * num_rows:
         rows *= 2
     return rows
 
@@ -83,7 +86,20 @@ def triton_tile_rows(gemm: ExpertsProblem) -> int:
 
 
 def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
-    """Return the launch parameters of hopper.py, or None if the kernel cannot run.
+    """Return the launch parameters of hopper.py, or None if the kernel cannot run."""
+    return _choose_config(gemm, _MAX_TILE_ROWS) if gemm.itemsize == 2 else None
+
+
+def fp8_experts_config(gemm: ExpertsProblem, *, grouped: bool) -> ExpertsConfig | None:
+    """Return the launch parameters of fp8_hopper.py, or None if the kernel cannot run.
+
+    `grouped` says whether groups and blocks have scales, rather than rows.
+    """
+    return _choose_config(gemm, _MAX_GROUPED_TILE_ROWS if grouped else _MAX_TILE_ROWS)
+
+
+def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
+    """Return the launch parameters of a Hopper kernel, or None if it cannot run.
 
     With few rows per expert, the number of weight bytes in flight decides the speed. With many
     rows, two consumers with two blocks each read every tile from shared memory most often. Whether
@@ -94,11 +110,11 @@ def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
     # The gated kernel computes addresses in x in 32 bits. The down kernel lets the copy engine
     # compute them.
     fits = gemm.num_factors == 1 or gemm.num_tokens * gemm.depth * gemm.itemsize < 1 << 31
-    if gemm.itemsize != 2 or gemm.depth % _TILE or gemm.width % _TILE or not fits:
+    if gemm.depth * gemm.itemsize % _STAGE_BYTES or gemm.width % _TILE or not fits:
         return None
-    rows = tile_rows(gemm.num_rows, gemm.num_experts)
+    rows = tile_rows(gemm.num_rows, gemm.num_experts, max_rows)
     shapes = [(1, gemm.num_factors)]
-    if rows == _MAX_TILE_ROWS:
+    if rows == max_rows:
         shapes = [(2, 2), (2, 1)] if gemm.num_factors == 1 else [(2, 2)]
         shapes.append((1, gemm.num_factors))
     num_consumers, num_blocks = next(
@@ -113,6 +129,6 @@ def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
 def num_stages(gemm: ExpertsProblem, rows: int, num_consumers: int, num_blocks: int) -> int:
     """Return the number of pipeline stages: enough for `_PREFETCHED_BYTES`, if they fit."""
     out_bytes = num_consumers * rows * _TILE * gemm.out_itemsize
-    stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _TILE * gemm.itemsize
+    stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _STAGE_BYTES
     fitting = (MAX_SHARED_BYTES - out_bytes - _BARRIER_BYTES) // stage_bytes
     return min(fitting, max(_MIN_STAGES, _PREFETCHED_BYTES // stage_bytes))
