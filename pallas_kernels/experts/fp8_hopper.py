@@ -10,9 +10,10 @@ covers a group of 128 of the depth (128 bytes):
             for stage in depth: sums += weight tile @ (rows of x).T    times the group's scales
             out rows = activation(sums).T, stored through shared memory
 
-The kernel adds the products of each group in float32 outside the tensor core, as the few-rows
-kernel of `gemm/fp8_hopper.py`. If each row and each output has one scale, both scales multiply the
-final sums.
+If each row and each output has one scale, both scales multiply the final sums. The products of each
+group are added in float32 outside the tensor core, as in the few-rows kernel of
+`gemm/fp8_hopper.py`. Tiles of 128 rows without scales of groups are the exception: the tensor core
+adds their products, as in the many-rows kernel, because products and sums do not fit in registers.
 
 A tile begins at any row, but loads of two scales need an even address. `tile_scales`, a Triton
 kernel, therefore copies the scales of each tile's rows to a multiple of `tile_rows` first.
@@ -31,6 +32,7 @@ from pallas_kernels.experts import fp8_triton, triton
 from pallas_kernels.experts.hopper import (
     expert_tiles,
     gather_rows,
+    num_gathers_ahead,
     row_smem,
     store_rows,
     tile_smem,
@@ -46,7 +48,9 @@ from pallas_kernels.gemm.fp8_hopper import (
     apply_scales,
     load_scales,
 )
-from pallas_kernels.gemm.hopper import check_whole_tiles
+from pallas_kernels.gemm.hopper import accumulate_steps, check_whole_tiles
+
+_MAX_PROMOTED_ROWS = 64  # of a tile; more products do not fit in registers next to the sums
 
 
 def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, config: ExpertsConfig):
@@ -170,9 +174,7 @@ def _kernel(
     num_columns = width // tile_outputs
     num_items = tiles_ref[0] * num_columns
     num_rounds = lax.div(num_items + (num_programs - 1) - program, jnp.int32(num_programs))
-    # After the loader waits for a free stage, the next two stages must be full already, or the
-    # consumers would wait for the loader.
-    gathers_ahead = num_stages - 2
+    gathers_ahead = num_gathers_ahead(num_stages)
     # The sums of two consumers need some of the loader's registers.
     moves_registers = num_consumers > 1
 
@@ -242,9 +244,16 @@ def _kernel(
         own_first = warp_group * CONSUMER_OUTPUTS
         own_tile, shape = pl.ds(own_first, CONSUMER_OUTPUTS), (CONSUMER_OUTPUTS, tile_rows)
 
-        def operands(stage, _):
+        def operands(stage, group):
+            del group  # a stage has one group
             x_tile = x_tiles.at[stage].transpose((1, 0))
             return [(weight_smem.at[stage, block, own_tile], x_tile) for block in range(num_blocks)]
+
+        def add_all(own_stage, *sums):
+            own_operands = functools.partial(operands, group=0)
+            results = accumulate_steps(num_steps, own_stage, own_operands, full, empty, *sums)
+            plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
+            return results
 
         def compute_sums(round_index, tile, expert, column):
             """Return the scaled sums of each block."""
@@ -265,7 +274,13 @@ def _kernel(
 
             if is_grouped:
                 return accumulate_promoted(*arguments, group_scales)
-            # Load scales before accumulating, to hide the latency of global memory.
+            if tile_rows <= _MAX_PROMOTED_ROWS:
+                sums = accumulate_promoted(*arguments, None)
+            else:
+                sums = pl.run_scoped(
+                    functools.partial(add_all, own_stage),
+                    *[plgpu.ACC(shape, jnp.float32)] * num_blocks,
+                )
             row_scales = load_scales(x_scale_ref.at[rows], 1)
             output_scales = [
                 load_scales(
@@ -276,7 +291,6 @@ def _kernel(
                 )
                 for factor, first in firsts
             ]
-            sums = accumulate_promoted(*arguments, None)
             return [
                 apply_scales(total, scales, row_scales)
                 for total, scales in zip(sums, output_scales, strict=True)

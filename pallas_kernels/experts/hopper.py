@@ -172,8 +172,7 @@ def _kernel(
     num_columns = width // tile_columns
     num_items = tiles_ref[0] * num_columns
     num_rounds = lax.div(num_items + (num_programs - 1) - program, jnp.int32(num_programs))
-    # A consumer releases a stage only after the next stage is filled.
-    gathers_ahead = num_stages - 2
+    gathers_ahead = num_gathers_ahead(num_stages)
     # Registers can move only between at least two consumers and the loader: with one consumer,
     # every thread already has as many as an instruction can name.
     moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
@@ -314,6 +313,15 @@ def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choice
     arguments = order_ref, x_ref, x_smem, row, count, step, stage
     types = (plgpu.RefType(),) * 3 + (ops.SCALAR_LAYOUT,) * 4
     ops.run_inline(body, *arguments, arg_types=types)
+
+
+def num_gathers_ahead(num_stages):
+    """Return the number of stages whose gathers may be pending when the loader fills a stage.
+
+    A consumer releases a stage only after the next stage is filled, so it is at most
+    `num_stages` - 2.
+    """
+    return num_stages - 2
 
 
 def wait_for_gathers(num_pending):
