@@ -3,12 +3,12 @@
     python -m bench.all_reduce [--devices 2] [--repeats 5]
 
 A program is a chain of multiplications and all-reduces; each works on the previous result. The time
-of an all-reduce is the difference between the chain's time and the time of the same chain without
-all-reduces, divided by their number. The program returns its input in the same memory. Otherwise
-XLA would rebuild its CUDA graph for each launch, which takes longer than the all-reduces. Programs
-are launched back to back and awaited once per block; the median block counts. XLA selects the
-all-reduce when its process starts, so each implementation runs in a separate process. Each process
-checks its results.
+of an all-reduce is (time of the chain - time of the same chain without all-reduces) / number of
+all-reduces. The program returns its input in the same memory. Otherwise XLA would rebuild its CUDA
+graph for each launch, which takes longer than the all-reduces. A block is ten launches back to
+back, after which the script waits for the result; the time is the median over blocks. XLA selects
+its all-reduce when the process starts, so each implementation runs in a separate process. Each
+process checks its results.
 """
 
 import argparse
@@ -35,21 +35,23 @@ from pallas_kernels import device_sum
 
 WIDTH = 4096
 ROWS = (1, 8, 64, 256, 2048)
-SUMS = 64  # per program
-LAUNCHES = 10  # per block
+SUMS = 64  # all-reduces per program
+LAUNCHES = 10  # launches per block
 NCCL = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
 WAYS = {"peer memory": "", "XLA": "", "NCCL": NCCL}
 MARKS = {8: 6.0, 64: 10.0}
-"""Microseconds to reach on two H200s, by number of rows (issue 26)."""
+"""Target in microseconds per all-reduce on two H200s, by number of rows (issue 26)."""
 
 SECONDS = 240
-"""Timeout of an implementation's process."""
+"""Timeout of the process that measures one implementation."""
 
 
 def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
-    """Return a jitted function x -> x of `SUMS` multiplications, each followed by an all-reduce.
+    """Return a jitted function: `SUMS` multiplications, each followed by an all-reduce.
 
-    With `sums` false, a local addition replaces each all-reduce.
+    The function returns its argument x unchanged if the factors of all devices add up to 1. If
+    `sums` is false, a local addition replaces each all-reduce. If `by_peers` is true, the
+    all-reduces use peer memory.
     """
 
     def body(x, share, peers):
@@ -71,9 +73,9 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:
-    """Return the median seconds of a call over `repeats` blocks, and the last result."""
+    """Return the median seconds of a call over `repeats` blocks, and the last call's result."""
     taken = []
-    for _ in range(1 + repeats):  # the first warms up
+    for _ in range(1 + repeats):  # the first block warms up
         begun = time.perf_counter()
         for _ in range(LAUNCHES):
             x = program(x)
@@ -83,7 +85,7 @@ def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.A
 
 
 def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
-    """Return a row of the results, with microseconds per all-reduce."""
+    """Measure an implementation (`way`) for `rows` rows; return a row of the results."""
     by_peers = way == "peer memory"
     memory = PeerMemory(mesh) if by_peers else None
     peers = jnp.zeros(mesh.size, jnp.int32) if memory is None else memory.headers
@@ -94,7 +96,7 @@ def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
     with_sums, without = (chain(mesh, sums=sums, by_peers=by_peers) for sums in (True, False))
 
     def timed(program: Callable, factor: jax.Array) -> tuple[float, bool]:
-        """Return the seconds of a call, and whether the program returns its input."""
+        """Return the seconds of a call, and whether the last result equals the first input."""
         x = jax.device_put(inputs, NamedSharding(mesh, PartitionSpec()))
         taken, x = seconds(lambda x: program(x, factor, peers), x, repeats)
         copies = [np.asarray(shard.data) for shard in x.addressable_shards]
@@ -115,7 +117,7 @@ def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
 
 
 def run_here(way: str, count: int, repeats: int) -> None:
-    """Measure one implementation in this process and print each row as a line of JSON."""
+    """Measure one implementation in this process, and print each result row as a line of JSON."""
     mesh = make_mesh(jax.devices(), count)
     if mesh is None:
         raise SystemExit(f"--devices is {count}: give 2 or more")
@@ -128,7 +130,7 @@ def run_here(way: str, count: int, repeats: int) -> None:
 
 
 def run_in_process(way: str, arguments: list[str]) -> list[dict]:
-    """Measure one implementation in a new process and return its rows."""
+    """Measure one implementation in a new process, and return the result rows."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {WAYS[way]}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, "NCCL_NVLS_ENABLE": "0"}
     command = [sys.executable, "-m", "bench.all_reduce", "--way", way, *arguments]

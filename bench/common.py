@@ -151,27 +151,27 @@ UNRECORDED: dict[str, dict] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""Shapes whose GEMMs are not in the XLA autotuning records that ship with jpaged."""
+"""Model shapes without XLA autotuning records: jpaged ships none for the GEMMs of these shapes."""
 
 ALL_SHAPES = {**SHAPES, **UNRECORDED}
 
-# The settings of the vLLM runs. Prompts are random, so a prefix cache would never hit.
+# The same settings as in the runs of vLLM. Prompts are random, so a prefix cache would never hit.
 AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False}
 
 
 def make_engine(shape: str, **options) -> Engine:
-    """Create an engine of a published shape with random weights; it needs no checkpoint."""
+    """Create an engine with random weights for a published model shape (a key of `ALL_SHAPES`)."""
     with shape_folder(shape) as folder:
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
         return Engine(folder, **dummy, **(AS_VLLM | options))
 
 
 EMBEDDED = "embedded"
-"""Name of the embedded model where a script takes shapes."""
+"""Name of the embedded model, for scripts that otherwise take the name of a shape."""
 
 
 def new_engine(shape: str, **options) -> Engine:
-    """Return an engine of a shape, or of the embedded model."""
+    """Create an engine of the embedded model if `shape` is `EMBEDDED`, else of the shape."""
     return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
 
 
@@ -202,8 +202,14 @@ def add_format_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=[*FORMATS], nargs="+", default=["bf16"], help=what)
 
 
+def add_expert_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--enable-expert-parallel`, which needs `--tensor-parallel-size` above 1."""
+    what = "place whole experts on the GPUs, instead of splitting the width of each expert"
+    parser.add_argument("--enable-expert-parallel", action="store_true", help=what)
+
+
 def format_of(engine: Engine) -> str:
-    """Return the key in `FORMATS` whose options the engine has."""
+    """Return the value of `--format` (a key of `FORMATS`) with whose options the engine runs."""
     config = engine.config
     asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
     narrow = {name: value for name, value in asked.items() if value == "fp8"}
@@ -211,11 +217,11 @@ def format_of(engine: Engine) -> str:
 
 
 CASE = "case", "model", "format"
-"""Keys that identify a row of `bench.throughput` or `bench.latency` (`by` of `record`)."""
+"""Keys that identify a row of `bench.throughput` or `bench.latency`: argument `by` of `record`."""
 
 
 def labelled(row: dict, form: str) -> dict:
-    """Add the key "format" to the row, except for bfloat16."""
+    """Return the row with the key "format" added, unless the format is bfloat16."""
     return row if form == "bf16" else row | {"format": form}
 
 
@@ -231,21 +237,21 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts of random tokens, one per length."""
+    """Return prompts of random tokens, one prompt for each length."""
     rng = np.random.RandomState(seed)
     return [rng.randint(0, vocab_size, n).tolist() for n in lengths]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Lower bounds of a model shape's times on an H200.
+    """Lower bounds of the times of steps and generations on an H200, for one model shape.
 
-    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. The router of a
-    sparse layer is assumed to choose all experts equally often.
+    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. They also assume
+    that the router of a sparse layer chooses all experts equally often.
 
     Attributes:
-        weight_bytes: Bytes of weights that a decode step reads. The token embedding is left out,
-            because a step gathers only a few rows of it. The experts are included.
+        weight_bytes: Bytes of all weights that a decode step may read, including all experts, but
+            without the token embedding, of which a step reads only a few rows.
         expert_bytes: Bytes of the experts' weights.
         chosen_share: Fraction of the experts that one token chooses.
         kv_bytes_per_token: Bytes of K and V of one token in all layers.
@@ -290,7 +296,7 @@ class Floor:
         )
 
     def read_bytes(self, num_seqs: float) -> float:
-        """Return the mean number of bytes of weights that a decode step reads."""
+        """Return the expected bytes of weights that a decode step of `num_seqs` sequences reads."""
         skipped_share = (1 - self.chosen_share) ** num_seqs
         return self.weight_bytes - self.expert_bytes * skipped_share
 
@@ -314,7 +320,8 @@ class Floor:
     ) -> float:
         """Return the seconds to serve requests of these lengths, `max_num_seqs` at a time.
 
-        Every output token except a sequence's first reads the KV of all tokens before it.
+        The decode step of an output token reads the KV of all tokens before it. A sequence's first
+        output token comes from the prefill.
         """
         lengths = list(zip(prompts, outputs, strict=True))
         kv_tokens = sum((m - 1) * n + m * (m - 1) / 2 for n, m in lengths)
@@ -325,7 +332,7 @@ class Floor:
 
 
 def _num_expert_weights(model: ModelConfig) -> int:
-    """Return the number of weights of all experts of the device."""
+    """Return the total number of weights of all experts that one device holds."""
     all_experts = [layer.experts for layer in model.layers if layer.experts is not None]
     return sum(
         3 * it.num_local_experts * it.intermediate_size * model.hidden_size for it in all_experts
@@ -333,7 +340,10 @@ def _num_expert_weights(model: ModelConfig) -> int:
 
 
 def _num_factors(model: ModelConfig) -> float:
-    """Return the number of weights that one token is multiplied by, without the output head."""
+    """Return how many weights take part in the computation of one token, without the output head.
+
+    Of a sparse layer, only the chosen experts take part.
+    """
     num_sparse = sum(layer.experts is not None for layer in model.layers)
     num_layers = {"attention": model.num_layers, "mlp": model.num_layers - num_sparse}
     in_experts = 0.0

@@ -16,10 +16,10 @@ from tabulate import tabulate
 
 SETTINGS = {"batch", "blocks", "chunks", "context", "requests", "threads", "width", "tokens"}
 SETTINGS |= {"block_size", "decode_seqs", "devices", "prompt_seqs", "prompt_tokens"}
-"""Keys of numbers that identify a row, as its strings do."""
+"""Keys whose numbers are settings. Settings and all strings identify a row; others are results."""
 
 MARKS = {"vllm", "vllm_prefill", "to_reach", "to_reach_prefill", "paper"}
-"""Keys of reference numbers, which the benchmark did not measure."""
+"""Keys whose numbers are references: the benchmark did not measure them."""
 
 THRESHOLD = 0.03
 
@@ -27,7 +27,11 @@ Key = tuple[str, int]
 
 
 def figures(document: dict) -> dict[Key, dict[str, float]]:
-    """Return each row's measured numbers by (label, index among the rows with that label)."""
+    """Return the measured numbers of each row of a results document.
+
+    The key of a row is (label, index among the rows with the same label). The label consists of the
+    row's strings and settings.
+    """
     found, seen = {}, Counter()
     for row in document["rows"]:
         label = ", ".join(_part(name, value) for name, value in row.items() if _labels(name, value))
@@ -39,7 +43,9 @@ def figures(document: dict) -> dict[Key, dict[str, float]]:
 
 
 def compare(before: dict, after: dict, threshold: float = THRESHOLD) -> list[dict]:
-    """Return one line per figure; a figure that only one document has is None in the other column.
+    """Return one line per measured number, with the values of both documents.
+
+    A value is None if the document lacks the number.
 
     Args:
         before, after: Documents as `bench.records.record` writes them.
@@ -50,7 +56,8 @@ def compare(before: dict, after: dict, threshold: float = THRESHOLD) -> list[dic
     """
     if before["benchmark"] != after["benchmark"]:
         raise ValueError(
-            f"{before['benchmark']!r} and {after['benchmark']!r} are different benchmarks"
+            f"{before['benchmark']!r} and {after['benchmark']!r} are different benchmarks: "
+            "compare two results of one benchmark"
         )
     old, new = figures(before), figures(after)
     return [
@@ -77,8 +84,8 @@ def parse_arguments(
     """Parse a benchmark's arguments; with `--compare`, print the comparison and exit.
 
     Args:
-        parser: The benchmark's parser, to which `--compare` and `--threshold` are added.
-        argv: Arguments (the process's arguments).
+        parser: The benchmark's parser. The function adds `--compare` and `--threshold` to it.
+        argv: Command-line arguments; None for those of the process.
     """
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSON", help="compare two results: before, after"

@@ -34,14 +34,15 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 BATCHINGS = ("static", "slabs")
-SMALLEST_BUCKET = 64  # tokens; larger buckets are powers of two
-WIDTHS = (256, 512, 1024)  # slab widths of static batches, besides max_len
-READ_BEHIND = 2  # launches in flight before the host reads the oldest one's tokens
+# The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.
+SMALLEST_BUCKET = 64
+WIDTHS = (256, 512, 1024)  # A slab of a static batch may have one of these widths, or `max_len`.
+READ_BEHIND = 2  # The host reads the tokens of a launch after `READ_BEHIND` further launches.
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its output `tokens`.
+    """A prompt, and the output tokens generated so far (`tokens`).
 
     `Decoder.step` returns the request when `tokens` is complete.
     """
@@ -63,10 +64,11 @@ class Decoder:
         num_slots: Maximum number of sequences in a batch. The cache has at least `MIN_ROWS` rows.
         max_len: Maximum number of tokens of a sequence, prompt and output; the widest slab.
         widths: Smaller slab widths that a static batch may use.
-        launch_steps: Allowed numbers of decode steps per launch; must include 1. A launch never
-            runs past the end of the first sequence to end (static batching: of the last one).
-        arrivals: Whether requests may arrive at any time. If true, `slabs` decodes one step per
-            launch while a row is free.
+        launch_steps: Allowed numbers of decode steps per launch; must include 1. With "slabs", a
+            launch ends at the latest when the first sequence is complete; with "static", when the
+            last sequence is complete.
+        arrivals: Whether requests may arrive at any time. If true, "slabs" launches one decode step
+            at a time while a row is free.
         max_batched_tokens: Maximum number of padded tokens of a prefill of several prompts.
         eos_token_ids: Tokens that end a sequence; the output includes the token.
 
@@ -91,17 +93,18 @@ class Decoder:
         check(batching in BATCHINGS, "batching", batching, f"be one of {BATCHINGS}")
         check(num_slots >= 1, "num_slots", num_slots, "be 1 or more")
         check(2 <= max_len <= positions, "max_len", max_len, f"be 2 to the model's {positions}")
-        check(1 in launch_steps, "launch_steps", launch_steps, "have 1 among them")
+        check(1 in launch_steps, "launch_steps", launch_steps, "include 1")
         below = {width for width in widths if width < max_len} if batching == "static" else ()
         self.model, self.batching, self.widths = model, batching, (*sorted(below), max_len)
         self.launch_steps, self.eos = sorted(launch_steps), frozenset(eos_token_ids)
         self.num_slots, self.arrivals = num_slots, arrivals and batching == "slabs"
         self._max_batched_tokens, self.num_unfinished = max_batched_tokens, 0
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by slot
+        self.running: dict[int, Request] = {}  # keys are batch rows
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
         self._rows = max(num_slots, MIN_ROWS)
-        self._cache, self.width = None, 0  # of the current batch
+        # `_cache` is the cache of the current batch, and `width` the slab width.
+        self._cache, self.width = None, 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -120,11 +123,11 @@ class Decoder:
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences that were admitted and whose end the host has not yet read."""
+        """Number of admitted sequences whose last token the host has not read yet."""
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Admit and launch, read all but the newest launches, and return the ended requests."""
+        """Admit requests, launch decode steps, read older launches; return the ended requests."""
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:
@@ -137,7 +140,10 @@ class Decoder:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], ignore_eos: bool = True
     ) -> list[list[int]]:
-        """Return the output tokens of each prompt; static batching serves long outputs first."""
+        """Return the output tokens of each prompt.
+
+        Static batching serves the prompts with long outputs first.
+        """
         given = zip(map(list, prompts), max_tokens, strict=True)
         requests = [Request(prompt, most, ignore_eos) for prompt, most in given]
         longest_first = self.batching == "static"
@@ -156,7 +162,7 @@ class Decoder:
         jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
-        """Compile every program that prompts of up to `longest_prompt` tokens can need."""
+        """Compile all programs for prompts of up to `longest_prompt` tokens (None: any length)."""
         shapes = set()
         for width in self.widths:
             top = bucket(min(longest_prompt or width, width), width)
@@ -167,7 +173,10 @@ class Decoder:
             list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
 
     def _counts(self, length: int) -> list[int]:
-        """Return the allowed numbers of prompts per prefill: powers of 4, and the maximum."""
+        """Return the numbers of prompts for which prefills of this padded length are compiled.
+
+        They are the powers of 4 below the maximum, and the maximum.
+        """
         most = min(max(self._max_batched_tokens // length, 1), self.num_slots)
         return [n for n in (4**i for i in range(8)) if n < most] + [most]
 
@@ -178,7 +187,8 @@ class Decoder:
         needed = max((len(request.prompt) + request.max_tokens for _, request in taken), default=1)
         width = min(width for width in self.widths if width >= needed)
         if width != self.width:
-            jax.block_until_ready(self._cache)  # the new cache needs the memory of the old one
+            # The new cache needs the memory of the old cache, so wait until that is unused.
+            jax.block_until_ready(self._cache)
             self._cache, self.width = None, width
             self._cache = self.model.empty(self._rows, width)
         self.running.update(taken)
@@ -200,10 +210,11 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Launch as many steps as every sequence still needs.
+        """Launch decode steps: an allowed number of steps that no row exceeds.
 
-        With static batching, launch as many as the longest sequence needs. If a request waits and a
-        row is free, launch one step.
+        With static batching, the sequence with the most missing tokens limits the number of steps;
+        otherwise the sequence with the fewest. If requests may arrive and a row is free, launch one
+        step.
         """
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
@@ -220,7 +231,10 @@ class Decoder:
     def _launched(
         self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
     ) -> None:
-        """Queue the tokens [num_steps, ...] for reading, and free the rows of complete requests."""
+        """Queue the tokens [num_steps, ...] of a launch for reading.
+
+        Free the rows of requests whose last token this launch computes.
+        """
         tokens.copy_to_host_async()
         self._unread.append((tokens, columns))
         for _, request in columns:
@@ -248,12 +262,12 @@ class Decoder:
 
 
 def bucket(length: int, most: int) -> int:
-    """Return the padded length of a prompt: a power of two, at most `most`."""
+    """Return the padded length of a prompt: a power of two of at least 64, limited to `most`."""
     return min(max(1 << (int(length) - 1).bit_length(), SMALLEST_BUCKET), most)
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ValueError unless `holds`."""
+    """Raise ValueError for the argument `name` unless `holds`; `wanted` says what it must be."""
     if not holds:
         raise ValueError(f"{name}={value!r} must {wanted}")
 

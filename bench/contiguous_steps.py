@@ -20,18 +20,19 @@ from jpaged.models.norm import add_norm, norm_update
 from pallas_kernels import rms_norm, select_backend, sum_partials
 
 MIN_ROWS = 8
-"""Minimum number of rows of a GEMM; with fewer rows XLA reaches a fifth of the bandwidth."""
+"""Minimum number of rows of a GEMM. With fewer rows, XLA's GEMM would read at 1/5 of the speed."""
 
 PUT: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-"""Scatter options of cache writes: a write out of range is dropped."""
+"""Options of scatters that write to the cache: a write with an index out of range is dropped."""
 
 
 class Cache(NamedTuple):
-    """The state that the programs update in place.
+    """The contiguous KV cache and the last tokens, which the programs update in place.
 
     Attributes:
         layers: K and V of each layer, [B, width, K, H].
-        tokens: The last sampled token of each row, [B]; the cache does not have it yet.
+        tokens: The last sampled token of each row, [B]. Its keys and values are not in the cache
+            yet.
         lens: The number of tokens in each row's slab, [B].
     """
 
@@ -43,8 +44,10 @@ class Cache(NamedTuple):
 def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
     """Prefill prompts [n, T] of `lens` [n] tokens into the batch rows `slots` [n].
 
-    A padding prompt has a row index out of range. Returns the cache and the first output tokens
-    [n].
+    A padding prompt has a row index out of range.
+
+    Returns:
+        The cache, and the first output token of each prompt [n].
     """
     model, (n, length) = bind(leaves), prompts.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), n)
@@ -56,10 +59,13 @@ def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
 
 
 def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
-    """Decode `num_steps` tokens of every batch row; returns the cache and tokens [num_steps, B].
+    """Decode `num_steps` tokens of every batch row.
 
-    A row stops growing at `stops` [B] cached tokens (0 for an idle row). Later tokens of the row
-    have no meaning.
+    When the cache holds `stops` [B] tokens of a row (0 for an idle row), the row no longer grows,
+    and later tokens of the row are meaningless.
+
+    Returns:
+        The cache, and the tokens [num_steps, B].
     """
     model = bind(leaves)
 
@@ -94,12 +100,17 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
     return hidden, tuple(layers)
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # trace equal layers once
+# The jit lets JAX trace layers with equal shapes only once.
+@partial(jax.jit, static_argnums=(0, 2))
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
-    """Run one layer; the residual stream is hidden + sum(update)."""
+    """Run one layer; the residual stream before it is `hidden` plus the sum of `update`.
+
+    Returns:
+        The new `hidden` and `update`, and K and V of the layer.
+    """
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if "sum" in layer.norm_positions:  # norms follow the residual additions
+    if "sum" in layer.norm_positions:  # Models of this kind normalize after each residual addition.
         update, kv = attend(hidden, kv, backend)
         hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
         update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
@@ -112,7 +123,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
-    """Return the update of the residual stream as partial sums, and K and V."""
+    """Return the update of the residual stream as split-K partials, and the layer's K and V."""
     heads, norms = sum_partials(part.qkv(x, backend), x.dtype), part.head_norms()
     ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
     q, k, v = jnp.split(heads, ends, axis=1)
@@ -129,7 +140,10 @@ def attention(part: Any, x, kv, backend, *, slots, lens, angles):
 
 
 def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
-    """Attend within each prompt; padding follows the tokens, so the causal mask hides it."""
+    """Compute attention within each prompt, and store K and V in the rows `slots`.
+
+    Padding comes after the tokens, so the causal mask hides the padding.
+    """
     q, k, v = (x.reshape(slots.shape[0], -1, *x.shape[1:]) for x in (q, k, v))
     options["local_window_size"] = None if window is None else (window - 1, 0)
     places = slots, slice(q.shape[1])
@@ -138,7 +152,7 @@ def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
 
 
 def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
-    """Store one token per batch row, and let the token attend to all tokens of its row."""
+    """Store K and V of one new token per batch row, and compute attention over the whole row."""
     places = jnp.arange(q.shape[0], dtype=jnp.int32), lens
     kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
     if window is None:
@@ -150,7 +164,7 @@ def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply rotary embeddings to heads [T, heads, H] in the half-split layout, in float32."""
+    """Apply rotary embedding to heads [T, heads, H] in float32; it pairs channels i and i + H/2."""
     cos, sin = (angle[:, None, :] for angle in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = first * cos - second * sin, second * cos + first * sin
@@ -164,7 +178,7 @@ def implementation(q: jax.Array) -> str:
 
 
 class Model:
-    """A model with its two programs, each compiled once per shape."""
+    """A model, and its programs `prefill` and `decode`, which are compiled once per shape."""
 
     def __init__(self, model: Any):
         capped = [layer.soft_cap for layer in model.config.layers if layer.soft_cap]
@@ -186,7 +200,7 @@ class Model:
         self.program: Callable = cache(self._compile)
 
     def empty(self, num_slots: int, width: int) -> Cache:
-        """Return an empty cache."""
+        """Return an empty cache with `num_slots` rows of `width` token slots."""
         shape = num_slots, width, self.config.num_kv_heads, self.config.head_size
         zeros, none = partial(jnp.zeros, shape, self.dtype), partial(jnp.zeros, num_slots)
         layers = tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
@@ -194,7 +208,7 @@ class Model:
 
     def _compile(self, num_slots: int, width: int, *shape: int) -> Callable:
         """Compile `prefill` for a shape (n, T), or `decode` for (num_steps,)."""
-        # XLA times GEMMs while it compiles, so no other program may run.
+        # XLA times GEMMs while it compiles, so wait until no other program runs.
         jax.block_until_ready(jax.live_arrays())
         held = jax.eval_shape(partial(self.empty, num_slots, width))
         if len(shape) == 1:

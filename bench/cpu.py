@@ -14,11 +14,11 @@ from bench.records import print_table, record
 from bench.startup import EMBEDDED, PROMPT, Kind, measure
 from jpaged import Engine, SamplingParams
 
-TO_REACH = 200  # output tokens per second
+TO_REACH = 200  # The target is `TO_REACH` output tokens per second.
 
 
 def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:
-    """Return a row with the output tokens per second of `num_requests` equal requests."""
+    """Return a result row: output tokens per second of `num_requests` concurrent equal requests."""
     engine = Engine()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 

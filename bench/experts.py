@@ -1,12 +1,15 @@
 """Time the experts of one sparse layer on this machine's GPU (`python -m bench.experts`).
 
-One jitted program runs the gated GEMM and the down GEMM of several layers, with other weights,
-tokens and uniform random experts for each. JAX's profiler records the kernels. A row has the time
-per layer of each kernel, of all kernels, and of the layer with the gaps between its kernels.
+One jitted program runs the gated GEMM and the down GEMM of several layers. Each layer has different
+tokens and different random choices of experts, and successive layers have different weights. All
+experts are equally probable.
+JAX's profiler records the kernels. A result row has the times per layer: of each kernel, of all
+kernels together, and of the layer with the gaps between its kernels.
 
-The floor of a GEMM is the larger of two times: the bytes of the weights of the experts that are
-hit, at `EXPERT_BYTES_PER_SECOND`, and its FLOPs at `EXPERT_FLOPS_PER_SECOND`. The constants are
-those of an H200; `--bandwidth` sets the bandwidth of another GPU in TB/s.
+The lower bound ("floor") of a GEMM is the larger of two times: the time to read the weights of the
+experts that are hit, at `EXPERT_BYTES_PER_SECOND`, and the time to compute the FLOPs, at
+`EXPERT_FLOPS_PER_SECOND`. The constants are those of an H200; `--bandwidth` sets the bandwidth of
+another GPU in TB/s.
 """
 
 import argparse
@@ -32,14 +35,21 @@ from pallas_kernels import (
 EXPERT_BYTES_PER_SECOND = 4.6e12
 EXPERT_FLOPS_PER_SECOND = 800e12
 NUM_LAUNCHES = 3
-# Minimum share of the floor by the number of tokens.
+# Target of (lower bound / measured time), by the number of tokens.
 MARKS = {1: 0.6, 8: 0.6, 64: 0.8, 256: 0.8, 8192: 0.65}
 KERNELS = ("expert_gated_gemm", "expert_gemm", "expert_tiles", "gather_rows", "combine_rows")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The experts of a model: hidden size, number of experts, choices, size of an expert."""
+    """Sizes of a model's experts.
+
+    Attributes:
+        hidden: Hidden size of the model.
+        num_experts: Number of experts of a layer.
+        num_choices: Number of experts that each token chooses.
+        inner: Width of an expert.
+    """
 
     hidden: int
     num_experts: int
@@ -55,7 +65,10 @@ SHAPES = {
 
 
 def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> dict:
-    """Return the row of a model's experts and a number of tokens."""
+    """Time the experts of a model for a number of tokens, and return the result row.
+
+    `bandwidth` is in bytes per second, and `num_layers` is the number of layers per program.
+    """
     shape = SHAPES[name]
     size, inner, num_experts = shape.hidden, shape.inner, shape.num_experts
     keys = jax.random.split(jax.random.key(0), 4)
@@ -103,7 +116,8 @@ def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> di
         busy[known[0] if known else "other"] += kernel.duration / (NUM_LAUNCHES * num_layers)
     span = (max(k.end for k in kernels) - kernels[0].start) / (NUM_LAUNCHES * num_layers)
     floor = 0.0
-    for columns in (2 * inner, inner):  # of the gated GEMM; rows of the down GEMM
+    # A gated weight has 2 * inner columns, and a down weight has `inner` rows.
+    for columns in (2 * inner, inner):
         read = experts_hit * size * columns * 2 / bandwidth
         flops = 2 * num_tokens * shape.num_choices * size * columns
         floor += max(read, flops / EXPERT_FLOPS_PER_SECOND) * 1e6

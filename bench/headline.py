@@ -46,20 +46,20 @@ from bench.records import COMMIT, print_table, record, result_path
 from jpaged.config import EMBEDDED_MODEL
 
 CONTIGUOUS = {"contiguous_static": "static", "contiguous_slabs": "slabs"}
-"""Batching mode of `bench.contiguous`, by system."""
+"""Maps the names of two systems to the batching mode of `bench.contiguous`."""
 
 ALL_SYSTEMS = ("ours", *(system for system in SYSTEMS if system != "ours"), *CONTIGUOUS)
 LENGTHS = tuple(traces.MEAN_LENGTHS)
 MARKS = {"orca_max": 2.7, "orca_oracle": 1.7}
-"""Ratio to reach of jpaged's sustained rate to the system's, on ShareGPT-like lengths."""
+"""Target of (jpaged's sustained rate / the system's sustained rate), on ShareGPT-like lengths."""
 
 MAX_BATCHED_TOKENS = 2048
 GIVE_UP = 1.01
-"""A run stops when its latency is sure to exceed this multiple of the threshold."""
+"""A run stops when its mean latency is certain to exceed this multiple of the threshold."""
 
 
 class Served(NamedTuple):
-    """Result of serving a trace; `bench.paper.simulator.Run` has the same fields."""
+    """Result of serving a trace; `bench.paper.simulator.Run` documents the fields."""
 
     normalized_latency: float
     output_tokens_per_s: float
@@ -80,10 +80,10 @@ class Sizes:
         num_slots: Number of tokens that the KV memory holds.
         max_model_len: Maximum number of tokens of a sequence.
         max_num_seqs: Maximum number of sequences in a batch.
-        seconds: Length of a trace, equal for all systems: above the sustained rate, the queue and
-            the latency grow with it.
-        num_alone: Number of requests served one at a time to set the threshold.
-        num_at_once: Number of requests that arrive together to measure the maximum throughput.
+        seconds: Length of a trace in seconds. All systems get traces of this length, because above
+            the sustained rate the latency grows with the length.
+        num_alone: Number of requests that are served one at a time, to set the threshold.
+        num_at_once: Number of requests that arrive together, to measure the maximum throughput.
     """
 
     shape: str | None = "opt-13b"
@@ -104,6 +104,7 @@ def run_on_decoder(
 ) -> Served:
     """Serve a trace with the contiguous decoder in real time.
 
+    Stop early when the mean latency is certain to exceed `give_up_at` (seconds per token).
     `bench.paper.engine_run.run_on_engine` does the same with an engine.
     """
     work = EngineWorkload(trace, "contiguous", 1, None, decoder.model.config.vocab_size)
@@ -141,7 +142,7 @@ def run_on_decoder(
 
 
 def start_system(system: str, sizes: Sizes) -> Serve:
-    """Create and compile a system; return the function that serves a trace."""
+    """Create a system and compile its programs; return a function that serves a trace."""
     dummy: dict[str, Any] = {} if sizes.shape is None else {"load_format": "dummy"}
     with ExitStack() as stack:
         folder = stack.enter_context(shape_folder(sizes.shape))
@@ -163,8 +164,8 @@ def start_system(system: str, sizes: Sizes) -> Serve:
         num_slots=max(sizes.num_slots // sizes.max_model_len, 1),
         max_len=sizes.max_model_len,
         max_batched_tokens=MAX_BATCHED_TOKENS,
-        # The host reads tokens two launches late, so long launches would add to the latency. They
-        # would gain nothing, because a step of this shape takes longer than its launch.
+        # The host reads tokens two launches late, so launches of many steps would add to the
+        # latency. They would save no time, because one step takes longer than a launch.
         launch_steps=(1, 4),
         arrivals=True,
     )
@@ -173,11 +174,12 @@ def start_system(system: str, sizes: Sizes) -> Serve:
 
 
 def kept(serve: Serve, file: Path, label: str) -> Serve:
-    """Return `serve` with results cached in `file`.
+    """Wrap `serve` so that each result is stored in `file`, and a stored result is reused.
 
     Args:
-        serve: The system.
-        file: One JSON line per served trace: a digest of label, trace and limit, and the result.
+        serve: The function that serves a trace.
+        file: File with a JSON line for each served trace: a digest of label, trace and limit, and
+            the result.
         label: The system and the sizes, as a string.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
@@ -205,7 +207,7 @@ def make_trace(source: Source, sizes: Sizes, rate: float, seed: int) -> list[Tra
 
 
 def _at_once(source: Source, count: int) -> list[TraceRequest]:
-    """Return `count` requests that all arrive at the start."""
+    """Return `count` requests that all arrive at time 0."""
     found = traces.poisson(source, 1.0, 2.0 * count + 60, seed=0)[:count]
     return [dataclasses.replace(request, arrival=0.0) for request in found]
 
@@ -219,7 +221,7 @@ def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
 def sustained(
     serve: Serve, source: Source, sizes: Sizes, threshold: float, settings: Settings
 ) -> dict:
-    """Search the sustained rate of each seed; return the results at the median rate."""
+    """Search the sustained rate for each seed; return the results at the median of these rates."""
     burst = _at_once(source, sizes.num_at_once)
     full = serve(burst, None)
     rates, tried = [], {}
@@ -250,7 +252,7 @@ def sustained(
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """Return the rows with the ratio of jpaged's rate to the row's, and the ratio to reach."""
+    """Add two columns: jpaged's rate divided by the row's rate, and the target of this ratio."""
     ours = {row["lengths"]: row["sustained_per_s"] for row in rows if row["system"] == "ours"}
     found = []
     for row in rows:

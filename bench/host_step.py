@@ -41,26 +41,26 @@ from jpaged import SamplingParams
 from jpaged.engine import engine as engine_module
 from jpaged.runtime.results import StepHandle
 
-# A step of case A at the throughput to reach: 256 sequences at 80,000 tokens per second.
+# Microseconds of a step in case A (256 sequences) at the target of 80,000 tokens per second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
 NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def make_params(max_tokens: int, sampling: Mapping[str, Any] = NOTHING) -> SamplingParams:
-    """Return the parameters that `bench.throughput` uses."""
+    """Return the sampling parameters that `bench.throughput` uses."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
 
 
 def make_prompts(num_seqs: int) -> list[list[int]]:
-    """Return one prompt for each sequence."""
+    """Return `num_seqs` prompts of `NUM_PROMPT_TOKENS` random tokens."""
     return random_prompts([NUM_PROMPT_TOKENS] * num_seqs, SHAPES[SHAPE]["vocab_size"])
 
 
 def measure(
     num_seqs: int, num_steps: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Return the median microseconds per step, by part."""
+    """Return the median microseconds per step of each part that the module's docstring lists."""
     clock, warm = Clock(), 20
     original = StepHandle.read
     StepHandle.read = clock.timed("consume", StepHandle.read)
@@ -92,7 +92,7 @@ def measure(
 def measure_ends(
     num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Return the median milliseconds of a generation outside its steps, by part."""
+    """Return the median milliseconds of each part of a generation that no device step hides."""
     engine, prompts = make_engine(runtime_of(num_seqs), Clock()), make_prompts(num_seqs)
     marks: list[float] = []
     loop, normalize = engine._loop, engine_module.normalize_prompts

@@ -20,7 +20,7 @@ DECODE_PROMPT = 128
 
 
 class Feed:
-    """Adds a request with a prompt of `length` tokens and one output token every `every` steps."""
+    """Every `every` steps, adds a request with `length` prompt tokens and one output token."""
 
     def __init__(self, engine: Engine, length: int, every: int):
         self._engine, self._every = engine, every
@@ -28,7 +28,7 @@ class Feed:
         self._step = 0
 
     def step(self) -> None:
-        """Add a request if one is due; call this before each step."""
+        """Add a request if it is due. Call this method before each step of the engine."""
         prompt = next(self._prompts, None) if self._step % self._every == 0 else None
         if prompt is not None:
             self._engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -36,23 +36,27 @@ class Feed:
 
 
 def start_decoding(engine: Engine, count: int, num_tokens: int) -> dict[str, int]:
-    """Start `count` requests; return the number of tokens of each when all have their first."""
+    """Start `count` requests, and run steps until each has an output token.
+
+    Returns:
+        The number of output tokens of each request, by request id.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     prompts = random_prompts([DECODE_PROMPT] * count, engine.vocab_size)
     counts = {engine.add_request(prompt, params): 0 for prompt in prompts}
     while not all(counts.values()):
-        _note(engine, counts)
+        _run_step(engine, counts)
     return counts
 
 
 def gaps(engine: Engine, counts: dict[str, int], num_steps: int, feed: Feed | None) -> np.ndarray:
-    """Return the milliseconds between tokens of the same request, over `num_steps` steps."""
+    """Run `num_steps` steps; return the milliseconds between consecutive tokens of a request."""
     found: list[float] = []
     waited = dict.fromkeys(counts, time.perf_counter())
     for _ in range(num_steps):
         if feed is not None:
             feed.step()
-        grown = _note(engine, counts)
+        grown = _run_step(engine, counts)
         now = time.perf_counter()
         for request_id in grown:
             found.append(1e3 * (now - waited[request_id]))
@@ -60,8 +64,8 @@ def gaps(engine: Engine, counts: dict[str, int], num_steps: int, feed: Feed | No
     return np.asarray(found)
 
 
-def _note(engine: Engine, counts: dict[str, int]) -> list[str]:
-    """Run a step, update `counts`, and return the ids of the requests with a new token."""
+def _run_step(engine: Engine, counts: dict[str, int]) -> list[str]:
+    """Run a step, update the token `counts`, and return the ids of requests with a new token."""
     grown = []
     for output in engine.step():
         num_tokens = len(output.outputs[0].token_ids)
@@ -72,7 +76,7 @@ def _note(engine: Engine, counts: dict[str, int]) -> list[str]:
 
 
 def measure(engine: Engine, shape: str, batch: int, length: int, every: int, steps: int) -> dict:
-    """Return a row of latency percentiles without and with arriving prompts."""
+    """Return a result row with latency percentiles, first without, then with arriving prompts."""
     counts = start_decoding(engine, batch, 2 * steps + 64)
     row = {"model": shape, "batch": batch, "prompt": length, "every_steps": every}
     for name, feed in (("alone", None), ("prefills", Feed(engine, length, every))):

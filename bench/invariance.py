@@ -4,10 +4,10 @@
     python -m bench.invariance --costs   cases A to D of both modes, and one row of 32,768 tokens
 
 Each request first runs alone. Several engines then run the same requests in random batches. A pair
-is a request alone and in a batch. The pair is equal if all tokens and log-probabilities have the
-same bits. The engines differ in bursts, loop, chunk size,
-preemption and speculation, and all of them cache prefixes. The composition "scoring" compares the
-log-probabilities of the generation with those of `Engine.score_completions`.
+is a request alone and the same request in a batch. The pair is equal if all tokens and
+log-probabilities have the same bits. The engines ("compositions") differ in bursts, loop, chunk
+size, preemption and speculation, and all of them cache prefixes. The composition "scoring" compares
+the log-probabilities of the generation with those of `Engine.score_completions`.
 """
 
 import argparse
@@ -38,7 +38,8 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     },
     "swap": {"preemption_mode": "swap"},
 }
-"""Engine options by name. Engines with a `preemption_mode` have a pool that forces preemptions."""
+"""Engine options of each composition. With a `preemption_mode`, the pool is so small that requests
+are preempted."""
 
 Bits = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -46,7 +47,7 @@ Bits = tuple[tuple[int, ...], tuple[float, ...]]
 def make_requests(
     vocab_size: int, max_len: int, count: int
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Return prompts of random lengths, some with a common prefix, and their parameters."""
+    """Return `count` requests (prompt, parameters) with random lengths; some share a prefix."""
     rng = np.random.default_rng(0)
     prefixes = random_prompts([max_len // 4] * COMMON_PREFIXES, vocab_size, seed=1)
     requests = []
@@ -66,7 +67,7 @@ def make_requests(
 
 
 def run(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Bits]:
-    """Return the tokens of each request and their log-probabilities."""
+    """Generate all requests in one batch; return each request's tokens and log-probabilities."""
     prompts, params = zip(*requests, strict=True)
     results = []
     for output in engine.generate(list(prompts), list(params), use_tqdm=False):
@@ -84,7 +85,11 @@ def compare(
     num_pairs: int,
     seed: int,
 ) -> tuple[int, int, int]:
-    """Return three counts: pairs tried, pairs with unequal bits, pairs with unequal tokens."""
+    """Run random batches of the requests, and compare each result with the request's run `alone`.
+
+    Returns:
+        The number of compared pairs, of pairs with unequal bits, and of pairs with unequal tokens.
+    """
     rng = np.random.default_rng(seed)
     tried = unequal = other_tokens = 0
     while tried < num_pairs:
@@ -100,7 +105,11 @@ def compare(
 def compare_scores(
     engine: Engine, requests: list[tuple[list[int], SamplingParams]], alone: list[Bits]
 ) -> tuple[int, int, int]:
-    """Score the tokens of the requests, and compare as `compare` does."""
+    """Score the tokens generated `alone`, and compare the scores with their log-probabilities.
+
+    Returns:
+        The same three numbers as `compare`; the number of unequal tokens is 0.
+    """
     scores = engine.score_completions(
         [prompt for prompt, _ in requests], [list(tokens) for tokens, _ in alone], use_tqdm=False
     )
@@ -111,7 +120,7 @@ def compare_scores(
 def measure(
     shape: str, num_pairs: int, max_len: int, count: int, modes: Sequence[str]
 ) -> Iterator[dict]:
-    """Yield one row per mode and composition."""
+    """Yield the numbers of pairs and unequal pairs as one row per mode and composition."""
     common = {
         "max_num_seqs": 256,
         "max_model_len": max_len,
@@ -152,7 +161,7 @@ def _row(shape: str, mode: str, name: str, counts: tuple[int, int, int], preempt
 def measure_costs(
     shape: str, repeats: int, modes: Sequence[str], *, has_long_context: bool
 ) -> Iterator[dict]:
-    """Yield the times of cases A to D and of a long context, one row per mode and case."""
+    """Yield the times of cases A to D, and of a long context if asked: a row per mode and case."""
     for mode in modes:
         engine = make_engine(shape, batch_invariant=MODES[mode])
         for case in "AB":
@@ -179,7 +188,7 @@ def measure_costs(
 
 
 def time_long_context(engine: Engine, repeats: int) -> float:
-    """Return the milliseconds per decode step of one row with a context of 32,768 tokens."""
+    """Return the milliseconds per decode step of one sequence with a context of 32,768 tokens."""
     seeds = itertools.count()
 
     def seconds(num_tokens: int) -> float:
@@ -217,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in _rows(args):
         rows.append(row)
         print(*row.values(), sep="  ", flush=True)
-        path = record(name, rows, by=by)  # a run that is interrupted keeps the rows before
+        # Record after each row, so that an interrupted run keeps its rows.
+        path = record(name, rows, by=by)
     print_table(rows)
     print(path)
 

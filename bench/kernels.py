@@ -51,8 +51,10 @@ from pallas_kernels import (
 )
 
 HEAD_SIZE = 128
-CACHE_BYTES = 256 << 20  # several times the L2 cache of any GPU
-PROGRAM_BYTES = 1 << 30  # minimum read by one program, so that it runs longer than its launch
+# `CACHE_BYTES` is several times the L2 cache of any GPU.
+CACHE_BYTES = 256 << 20
+# A timed program reads at least `PROGRAM_BYTES` bytes, so that it runs longer than its launch.
+PROGRAM_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +99,8 @@ CASES = [
     Case("prefill 4 x 512 on 4096", 4, 4096, 512, (32, 8), 16, 550.0, "TFLOP/s"),
 ]
 FP8_MARKS = (3.65, 3.65, 3.5, 9.0, 480.0, 600.0, 170.0, 500.0)
-"""Targets of the same cases in FP8. Decode: 85 % of the memory bandwidth. Prefill: the bfloat16
-target less the cost of widening the values."""
+"""Targets of the same cases with an FP8 pool. Decode: 85 % of the memory bandwidth. Prefill: the
+bfloat16 target minus the cost of converting keys and values to bfloat16."""
 
 CASES += [
     dataclasses.replace(case, name=f"{case.name}, fp8", mark=mark, fp8=True)
@@ -106,19 +108,19 @@ CASES += [
 ]
 
 
-# Query and KV heads, ordered by group size: Llama-2, Qwen3-0.6B, Llama-3.2-3B, Llama-3.1-8B,
-# Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4, and a model with one KV head.
+# (query heads, KV heads), ordered by query heads per KV head: Llama-2, Qwen3-0.6B, Llama-3.2-3B,
+# Llama-3.1-8B, Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4, and a model with one KV head.
 SWEPT_HEADS = [
     (32, 32), (16, 8), (24, 8), (32, 8), (40, 8), (12, 2), (28, 4), (64, 8), (32, 2), (16, 1)
 ]  # fmt: skip
-# Sequences, context, new tokens.
+# (sequences, cached tokens of each sequence, new tokens of each sequence)
 SWEPT_PROMPTS = [(8, 0, 256), (8, 0, 1024), (1, 0, 8192), (1, 24576, 8192)]
 NEIGHBOURS_MARK = 1 / 1.05
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Product:
-    """A GEMM of `rows` rows and an FP8 weight of Llama-3.1-8B's shape."""
+    """A GEMM of `rows` rows by an FP8 weight of Llama-3.1-8B."""
 
     name: str
     width: int
@@ -148,15 +150,16 @@ FP8_PRODUCTS = [
     for name, (width, depth, gated) in FP8_WEIGHTS.items()
 ]
 
-PAGING_CASE, PAGING_MARK = CASES[0], 2.0  # percent
-SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
+PAGING_CASE, PAGING_MARK = CASES[0], 2.0  # the target is in percent
+SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # the target is in microseconds
 TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
 def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
-    """Return random queries, pools, and (block tables, lengths).
+    """Return the arguments of an attention op: lists of random queries and pools, and indices.
 
-    The block tables are shuffled unless `contiguous`. A pool has at least `least_blocks` blocks.
+    The indices are (block tables, sequence lengths). Blocks are in random order unless `contiguous`
+    is true. A pool has at least `least_blocks` blocks.
     """
     width = -(-case.seq_len // case.block_size)
     num_blocks = max(case.batch * width, least_blocks) + 1
@@ -191,11 +194,11 @@ def attention(case, backend):
 
 
 def seconds_per_call(op, queries, pools, indices, repeats):
-    """Return the median seconds of a call over `repeats` blocks of launches.
+    """Return the seconds per call of `op`, as the median over `repeats` blocks of launches.
 
-    Each call depends on the previous one. Otherwise XLA would merge independent calls that read the
-    same pool. A launch overwrites the results of the previous launch. Otherwise XLA would
-    rebuild the CUDA graph for the new addresses, which takes longer than a small kernel.
+    Each call depends on the result of the previous call. Otherwise XLA would merge independent
+    calls that read the same pool. A launch overwrites the results of the previous launch. Otherwise
+    XLA would rebuild the CUDA graph for the new addresses, which takes longer than a small kernel.
     """
     num_queries, num_pools = len(queries), len(pools)
     read = num_queries * sum(x.nbytes for x in jax.tree.leaves(pools)) / num_pools
@@ -243,9 +246,13 @@ def measure(case, backend, repeats):
 
 
 def sweep(backend, repeats):
-    """Time prefill attention by head counts and prompts; print each prompt's rows immediately."""
+    """Time prefill attention for each pair of head counts and prompt lengths.
+
+    The rows of a prompt length are printed as soon as they are measured.
+    """
     rows = []
-    # All cases have pools of one size, so that cases of equal lengths share a compiled kernel.
+    # All pools have the same size, so that cases with the same prompt lengths share a compiled
+    # kernel.
     least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
     for batch, context, tokens in SWEPT_PROMPTS:
         name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
@@ -265,8 +272,8 @@ def sweep(backend, repeats):
 def _sweep_rows(cases, seconds):
     """Yield one row of the table per case.
 
-    `of_floor` is the lower bound of the time divided by the measured time. `to_neighbours` is
-    `of_floor` divided by its mean over the previous and the next case.
+    `of_floor` is (lower bound of the time / measured time). `to_neighbours` is `of_floor` divided
+    by the mean of `of_floor` of the previous and the next case.
     """
     shares = [case.flops / FLOPS_PER_SECOND / own for case, own in zip(cases, seconds, strict=True)]
     for index, (case, own, share) in enumerate(zip(cases, seconds, shares, strict=True)):
@@ -286,9 +293,9 @@ def _sweep_rows(cases, seconds):
 def build_fp8(product, seed=0):
     """Return FP8 rows with scales, FP8 weights with scales, and an empty tuple.
 
-    The weights together exceed the L2 cache. The scales of the rows' groups have shape [groups,
-    rows], as `quantize_rows` stores them. A serving step transposes them twice, and XLA removes
-    both.
+    The weights together exceed the L2 cache. With block scales, the scales of the rows have the
+    shape [groups, rows] in which the quantization kernel stores them. A serving step transposes
+    these scales twice, and XLA removes both transpositions.
     """
     num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
     num_rows = max(num_weights, 4 if product.rows > 128 else 32)
@@ -308,7 +315,7 @@ def build_fp8(product, seed=0):
 
 
 def measure_fp8(product, backend, repeats):
-    """Time a GEMM in FP8 with its scales; gate and up include the activation."""
+    """Time a GEMM in FP8 with scales; the GEMM of gate and up includes the activation."""
     options = {"dtype": jnp.bfloat16, "backend": backend}
     if product.in_blocks:
         parts = {} if product.gated else {"rows_per_part": [product.width]}
@@ -319,7 +326,8 @@ def measure_fp8(product, backend, repeats):
 
     def op(rows, weight):
         (x, x_scale), (values, scale) = rows, weight
-        return run(x, values, x_scale.T, scale)  # the transpose of a vector is itself
+        # If x_scale has one axis, the transposition changes nothing.
+        return run(x, values, x_scale.T, scale)
 
     seconds = seconds_per_call(op, *build_fp8(product), repeats)
     num_bytes = product.width * product.depth
@@ -336,7 +344,7 @@ def measure_fp8(product, backend, repeats):
 
 
 def measure_paging(backend, repeats):
-    """Return a row: how much longer the first case takes when its blocks are scattered."""
+    """Return a row: how many percent longer `PAGING_CASE` takes if its blocks are scattered."""
     op = attention(PAGING_CASE, backend)
     paged, contiguous = (
         seconds_per_call(op, *build(PAGING_CASE, contiguous=one), repeats) for one in (False, True)

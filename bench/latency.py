@@ -19,6 +19,7 @@ from bench.common import (
     FORMATS,
     SHAPES,
     Floor,
+    add_expert_option,
     add_format_option,
     format_of,
     labelled,
@@ -30,21 +31,21 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# Milliseconds per decode step of vLLM 0.24 on an H200, and the target; then the seconds of the
-# prefill of vLLM, and the target.
+# On an H200: (milliseconds per decode step of vLLM 0.24, jpaged's target, seconds of the prefill of
+# vLLM 0.24, jpaged's target), by case and model.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
     ("D", "qwen3-0.6b"): (3.73, 2.60, 0.149, 0.130),
     ("D", "llama-3.1-8b"): (7.63, 6.40, 1.507, 1.40),
 }
-# vLLM 0.26 with weights and KV in FP8.
+# The same numbers for weights and KV cache in FP8, with vLLM 0.26.
 FP8_REFERENCE = {
     ("C", "llama-3.1-8b"): (3.57, 2.50, None, None),
     ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
 }
 
-# Targets on two tensor-parallel GPUs.
+# The targets on two tensor-parallel GPUs, where vLLM was not measured.
 REFERENCE_ON_TWO = {
     ("C", "llama-3.1-8b"): (None, 2.60, None, None),
     ("D", "llama-3.1-8b"): (None, 4.00, None, 0.885),
@@ -52,7 +53,7 @@ REFERENCE_ON_TWO = {
 
 
 def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
-    """Return the seconds of one generation."""
+    """Return the seconds in which the engine generates `max_tokens` tokens for each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()
     engine.generate(prompts, params, use_tqdm=False)
@@ -60,7 +61,10 @@ def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
-    """Return a row of a case's median times and lower bounds; each generation has new prompts."""
+    """Return a result row: median times of a case, and lower bounds.
+
+    Each generation has new prompts.
+    """
     count, prompt_len, output_len = CASES[case]
     seeds = itertools.count()
 
@@ -101,16 +105,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_expert_option(parser)
     add_format_option(parser)
     args = parse_arguments(parser)
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
+    options["enable_expert_parallel"] = args.enable_expert_parallel
     for shape, form in itertools.product(args.model, args.format):
         engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
         rows += [measure(engine, shape, case, args.repeats) for case in args.case]
         del engine
     print_table(rows)
     name = "latency" + (f"_on_{num_devices}" if num_devices > 1 else "")
+    name += "_expert_parallel" if args.enable_expert_parallel else ""
     print(record(name, rows, by=() if args.synchronous else CASE, synchronous=args.synchronous))
 
 

@@ -4,7 +4,10 @@ import numpy as np
 
 
 def sharegpt_like_lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return log-normal prompt and output lengths (sigma 1, means 161 and 338, clip 4 to 1024)."""
+    """Return prompt lengths and output lengths of `count` requests.
+
+    The lengths are log-normal with sigma 1 and the means 161 and 338, clipped to 4 to 1,024 tokens.
+    """
     rng = np.random.RandomState(seed)
 
     def draw(mean: float) -> np.ndarray:

@@ -17,10 +17,10 @@ import aiohttp
 import msgspec
 
 _LAG_PROBE = 0.005
-"""Seconds between two measurements of the event loop's lag."""
+"""Seconds between two measurements of how late the event loop runs."""
 
 _LEAD = 0.1
-"""Seconds from the last process's "ready" to the start."""
+"""Seconds between the moment when all processes are ready and the start of the load."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -39,7 +39,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """One request: prompt token ids, number of output tokens, seconds from the start."""
+    """One request: prompt token ids, number of output tokens, and time to send it.
+
+    The time is in seconds since the start of the load.
+    """
 
     prompt: list[int]
     num_outputs: int
@@ -53,7 +56,7 @@ class Answer(msgspec.Struct):
         chunk_times: Arrival time of each chunk of text.
         end: End of the stream.
         num_prompt_tokens, num_output_tokens: The server's token counts.
-        error: Why the request failed; None if it succeeded.
+        error: The reason why the request failed; None if it succeeded.
     """
 
     chunk_times: list[float] = []
@@ -76,7 +79,7 @@ class Report(msgspec.Struct):
     Attributes:
         answers: Results in the order of `Share.work`.
         busy: Fraction of one processor that the process used while requests were in flight.
-        lags: Measured lags of the event loop in seconds.
+        lags: Seconds by which the event loop was late, for each measurement.
     """
 
     answers: list[Answer]
@@ -99,7 +102,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 def run_shares(target: Target, work: Sequence[Work], num_processes: int) -> list[Report]:
-    """Send request `i` from process `i % num_processes`, and return the processes' reports.
+    """Send request `i` from process `i % num_processes`; return a report for each process.
 
     Raises:
         RuntimeError: a process failed.
@@ -141,14 +144,14 @@ def _read(process: subprocess.Popen) -> bytes:
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Open a session without a limit of connections."""
+    """Open an HTTP session without a limit on the number of connections."""
     limits = aiohttp.ClientTimeout(total=None, sock_read=target.timeout)
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=limits, headers=target.headers)
 
 
 async def serve_share(share: Share, start: float) -> Report:
-    """Send each request when it is due, and wait for all answers."""
+    """Send each request at its time after `start`, and wait for all answers."""
     report, used = Report([]), time.process_time()
     async with session(share.target) as client:
         asking = [_ask(client, share.target, one, start + one.due) for one in share.work]
@@ -212,7 +215,10 @@ async def _stream(
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an error in OpenAI's format, or an empty string."""
+    """Return the message in the body of an error response, or an empty string.
+
+    The body must have OpenAI's format.
+    """
     try:
         return f": {msgspec.json.decode(body)['error']['message']}"[:300]
     except (ValueError, LookupError, TypeError):

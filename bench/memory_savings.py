@@ -39,10 +39,10 @@ WIDTHS = (2, 4, 6)
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests with the given mean lengths.
+    """Requests with given mean lengths of prompts and outputs.
 
-    `paper` contains the paper's savings in percent: a range (lowest, highest), or a number for each
-    of `WIDTHS`.
+    `paper` maps a decoding method to the paper's savings in percent: a range (lowest, highest), or
+    a number for each width in `WIDTHS`.
     """
 
     name: str
@@ -74,7 +74,7 @@ WORKLOADS = (
 
 
 def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: int) -> list[int]:
-    """Return log-normal lengths from 1 to `longest` whose mean after clipping is `mean`."""
+    """Return `count` log-normal lengths, clipped to 1 to `longest`, whose mean is `mean`."""
     drawn, scale = rng.lognormal(0.0, 1.0, count), mean
     for _ in range(50):
         lengths = np.clip(np.rint(drawn * scale), 1, longest).astype(int)
@@ -83,14 +83,14 @@ def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: i
 
 
 class Savings:
-    """Accumulates the savings of block sharing over steps."""
+    """Adds up over steps how many blocks sharing saves."""
 
     def __init__(self):
         self.num_logical = self.num_physical = self.num_steps = 0
         self._sum_of_shares = 0.0
 
     def note(self, report: MemoryReport) -> None:
-        """Count a step, unless no sequence holds a block."""
+        """Add a step's memory report, unless no sequence holds a block."""
         if report.num_logical_blocks:
             self.num_steps += 1
             self.num_logical += report.num_logical_blocks
@@ -114,7 +114,10 @@ def params_of(decoding: str, width: int, max_tokens: int) -> SamplingParams:
 
 
 def prompts_for(engine: Engine, lengths: list[int]) -> list[list[int]]:
-    """Return passages of ARCHITECTURE.md, or random tokens for a model without a tokenizer."""
+    """Return prompts of the given lengths, cut from ARCHITECTURE.md.
+
+    For a model without a tokenizer, the prompts are random tokens.
+    """
     if engine.tokenizer is None:
         return random_prompts(lengths, engine.vocab_size)
     text = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -126,7 +129,7 @@ def prompts_for(engine: Engine, lengths: list[int]) -> list[list[int]]:
 def run_engine(
     engine: Engine, decoding: str, width: int, prompts: list[int], outputs: list[int]
 ) -> Iterator[MemoryReport]:
-    """Serve the requests through an engine; yield its memory report after each step."""
+    """Serve the requests through an engine; yield the engine's memory report after each step."""
     for prompt, max_tokens in zip(prompts_for(engine, prompts), outputs, strict=True):
         engine.add_request(prompt, params_of(decoding, width, max_tokens))
     while engine.has_unfinished_requests:
@@ -137,7 +140,7 @@ def run_engine(
 def run_simulated(
     decoding: str, width: int, prompts: list[int], outputs: list[int], max_model_len: int
 ) -> Iterator[MemoryReport]:
-    """Serve the requests with the scheduler alone; yield its memory report after each step."""
+    """Serve the requests by the scheduler without a model; yield a memory report per step."""
     num_seqs = int(AS_VLLM["max_num_seqs"])
     return serve(
         list(zip(random_prompts(prompts, VOCAB_SIZE), outputs, strict=True)),
@@ -152,7 +155,10 @@ def run_simulated(
 def measure(
     engine: Engine | None, workload: Workload, decoding: str, width: int, args: argparse.Namespace
 ) -> dict:
-    """Serve a workload and return a row of the table."""
+    """Serve a workload, and return a row of the table with the savings.
+
+    If `engine` is None, run the scheduler without a model.
+    """
     longest = args.max_model_len // 2
     prompts, outputs = workload.lengths(args.scale, longest)
     start, savings = time.perf_counter(), Savings()

@@ -1,4 +1,4 @@
-"""An engine whose compiled programs are stubs, to measure the host's work."""
+"""An engine whose compiled programs are stubs, to measure the time of the host's work alone."""
 
 import threading
 import time
@@ -40,9 +40,9 @@ TOKEN = 7
 
 
 class Clock:
-    """Measures the seconds of each part of a step, without the time of nested parts.
+    """Measures the seconds of each part of a step; a part's time excludes parts that it calls.
 
-    Several threads may run parts, but no two threads the same part at the same time.
+    Several threads may run different parts at the same time, but never the same part.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -51,7 +51,7 @@ class Clock:
         self._threads = threading.local()
 
     def timed(self, part: str, function: Callable) -> Callable:
-        """Return `function`, wrapped to add its time to `part`."""
+        """Return `function`, wrapped so that the time of each call is added to `part`."""
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -68,13 +68,13 @@ class Clock:
         return run
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by part, and reset them."""
+        """Return the seconds of each part since the last call of `take`."""
         taken, self.parts = dict(self.parts), defaultdict(float)
         return taken
 
 
 def runtime_of(num_seqs: int) -> RuntimeConfig:
-    """Return the configuration for `num_seqs` concurrent sequences."""
+    """Return a runtime configuration for `num_seqs` concurrent sequences."""
     return RuntimeConfig(
         block_size=BLOCK_SIZE,
         num_blocks=num_seqs * MAX_MODEL_LEN // BLOCK_SIZE + 1,
@@ -89,7 +89,7 @@ def runtime_of(num_seqs: int) -> RuntimeConfig:
 def make_engine(
     runtime: RuntimeConfig, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED
 ) -> Engine:
-    """Create a timed engine over stub programs, without a tokenizer."""
+    """Create an engine with stub programs and without a tokenizer; `clock` times the parts."""
     limits = SchedulerConfig(
         runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
     )
@@ -109,6 +109,8 @@ def make_engine(
         memory_account=MemoryAccount(0, 0, 0, 0, None),
         scheduler=scheduler,
         runner=make_runner(runtime, clock),
+        # This engine has no weights.
+        parameters=None,  # pyright: ignore[reportArgumentType]
     )
     config = EngineConfig(async_scheduling=mode is LoopMode.OVERLAPPED, skip_tokenizer_init=True)
     engine = Engine.from_parts(config, parts)
@@ -118,12 +120,12 @@ def make_engine(
 
 
 def tiny_model() -> ModelConfig:
-    """Return a config with the vocabulary of `SHAPE`, one layer and small heads."""
+    """Return a model configuration with the vocabulary of `SHAPE`, one layer and small heads."""
     return read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
 
 
 def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
-    """Create the engine's runner with stub programs and small arrays."""
+    """Create a `ModelRunner` with stub programs and small arrays."""
     tiny, dtype = tiny_model(), np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
     shapes = DeviceShapes.of(tiny, runtime, dtype)
@@ -137,7 +139,7 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
 
 
 def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) -> Programs:
-    """Return stub programs, timed as "dispatch"."""
+    """Return stub programs, whose time `clock` adds to the part "dispatch"."""
     programs = dict[ProgramName, Callable[..., Any]]()
     sampled = {rows: _sampled(rows) for rows in runtime.buckets.logits_row_sizes}
     for step in PROGRAMS.values():
@@ -155,7 +157,10 @@ def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) ->
 
 
 def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **given: Any) -> Any:
-    """Return the results of a program: each is the argument of that name, or comes from `made`."""
+    """Return the results of a stub program.
+
+    A result is the argument of the same name, if the program has one, or else taken from `made`.
+    """
     return results(made | given)
 
 

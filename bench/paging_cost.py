@@ -38,23 +38,24 @@ from jpaged.config import EMBEDDED_MODEL
 
 CASES = ("A", "B", "D")
 MARK = 0.02
-"""Maximum cost of paging to reach, as a fraction."""
+"""Target: maximum cost of paging, as a fraction of the contiguous decoder's time."""
 
 EMBEDDED = "embedded"
 Tokens = list[list[int]]
 
 
 class Work(NamedTuple):
-    """Requests of a run: prompts, and the number of output tokens of each."""
+    """Requests of a run: prompts, and the number of output tokens of each request."""
 
     prompts: Tokens
     outputs: list[int]
 
 
 def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -> Work:
-    """Return the first `scale` of a case's requests, cut to `max_len` tokens.
+    """Return the requests of a case, cut to `max_len` tokens each.
 
-    The seed determines the prompts.
+    If `scale` is below 1, return only that fraction of the requests. The seed determines the
+    prompts.
     """
     if case == "D":
         count = max(round(64 * scale), 1)
@@ -68,7 +69,7 @@ def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -
 
 @dataclass(frozen=True)
 class Setting:
-    """Model and workload, which are equal for all systems."""
+    """Model and workload, which are the same for all systems."""
 
     shape: str
     cases: tuple[str, ...]
@@ -79,7 +80,7 @@ class Setting:
 
 
 def start(system: str, at: Setting) -> Callable[[Work], Tokens]:
-    """Create a system; return the function that serves requests."""
+    """Create a system; return a function that serves requests and returns their tokens."""
     if system == "engine":
         engine = _engine(at)
 
@@ -107,7 +108,7 @@ def _engine(at: Setting) -> Engine:
 
 
 class Times(NamedTuple):
-    """Results of one case: seconds of each run except the first, and tokens of the last run."""
+    """Results of one case: seconds of each run after the first, and the last run's tokens."""
 
     seconds: list[float]
     answers: Tokens
@@ -178,7 +179,7 @@ def row_of(shape: str, case: str, seconds: dict, answers: dict) -> dict:
 def _vocab_size(shape: str) -> int:
     if shape != EMBEDDED:
         return ALL_SHAPES[shape]["vocab_size"]
-    return 256  # the byte tokens of the embedded model
+    return 256  # Prompts of the embedded model consist of its 256 byte tokens.
 
 
 def main() -> None:

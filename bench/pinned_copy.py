@@ -1,4 +1,4 @@
-"""Copies by the NVIDIA driver between the device and pinned memory: the fastest transfer."""
+"""Time copies between device and pinned host memory by the NVIDIA driver, the fastest transfer."""
 
 import ctypes
 import statistics
@@ -8,7 +8,7 @@ import time
 def pinned_copy_seconds(num_bytes: int, repeats: int) -> tuple[float, float] | None:
     """Return the median seconds of a copy to pinned host memory, and of a copy back.
 
-    Returns None without an NVIDIA driver.
+    If there is no NVIDIA driver, return None.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -17,7 +17,8 @@ def pinned_copy_seconds(num_bytes: int, repeats: int) -> tuple[float, float] | N
     context, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
     size = ctypes.c_size_t(num_bytes)
     _check(driver.cuInit(0))
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))  # JAX's context
+    # The primary context is the one that JAX uses.
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
     _check(driver.cuCtxPushCurrent_v2(context))
     try:
         _check(driver.cuMemAllocHost_v2(ctypes.byref(host), size))

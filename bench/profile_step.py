@@ -42,7 +42,7 @@ from jpaged.core.plan import SchedulingGoal
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch on a stream of the device; times in microseconds."""
+    """One launch of a kernel on a stream of the device. Times are in microseconds."""
 
     name: str
     start: float
@@ -55,9 +55,10 @@ class Kernel:
 
 
 def read_trace(folder: Path) -> list[Kernel]:
-    """Return the kernels of all streams of the first device, in order of their start.
+    """Return the kernel launches in the trace, in order of their start times.
 
-    Tensor-parallel devices launch the same kernels.
+    The function reads all streams of the first device only, since all tensor-parallel devices
+    launch the same kernels.
 
     Raises:
         RuntimeError: the trace has no kernel of a GPU.
@@ -82,7 +83,7 @@ def read_trace(folder: Path) -> list[Kernel]:
         if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams
     ]
     if not kernels:
-        raise RuntimeError("the trace has no kernel of a GPU: run this where JAX has one")
+        raise RuntimeError("the trace has no kernel of a GPU: run this on a machine with a GPU")
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
@@ -105,7 +106,10 @@ def busy_time(kernels: list[Kernel]) -> float:
 
 
 def table(kernels: list[Kernel], num_steps: int, top: int) -> list[dict]:
-    """Return the `top` kernel families with the most time, as rows."""
+    """Return a row for each of the `top` kernels that take the most time.
+
+    Kernels whose names differ only in numbers or template arguments count as one kernel.
+    """
     times: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         times[family(kernel.name)].append(kernel.duration)
@@ -127,10 +131,11 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     """Trace about `num_steps` decode steps of `batch` sequences of about `context` tokens.
 
     Returns:
-        `ms_a_step` of untraced steps, and the number of traced steps, `num_steps`.
+        A dict with `ms_a_step`, the milliseconds per step without tracing, and `num_steps`, the
+        number of traced steps.
     """
-    # A sequence gains at most one token per step. So once the average reaches this number of
-    # tokens, all prefill steps and the first decode steps are over.
+    # Prefills take less than `warm` steps, and a sequence gains at most one token per step. So when
+    # the sequences have `warm` tokens on average, all prefills and some decode steps are done.
     warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
     burst = engine.runtime_config.num_scheduler_steps
     max_tokens = warm + 2 * num_steps + 8 * burst + 16
@@ -187,7 +192,7 @@ def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -
 def measure(
     engine: Engine, shape: str, form: str, batch: int, args: argparse.Namespace
 ) -> tuple[dict, list[dict]]:
-    """Profile steps of `batch` sequences; return the row of the steps and the kernels' rows."""
+    """Profile steps of `batch` sequences; return a row for a whole step, and the kernels' rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.prefill:

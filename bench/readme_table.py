@@ -22,8 +22,11 @@ SUMMARY_BEGIN = "<!-- jpaged and vLLM: written by bench/readme_table.py -->"
 SUMMARY_END = "<!-- end of jpaged and vLLM -->"
 BEGIN, END = "<!-- figures: written by bench/readme_table.py -->", "<!-- end of figures -->"
 FIGURE = re.compile(r"<!-- figure (\w+) -->\n.*?<!-- end of figure \1 -->", re.DOTALL)
-"""Markers of a figure in docs/benchmarks.md. The group is the figure's number, as in
-`python -m bench.paper --figure`, or a name in `COMPARISONS`."""
+"""Matches a figure in docs/benchmarks.md with its markers.
+
+The group of the pattern is the number of the figure, as in `python -m bench.paper --figure`, or a
+name in `COMPARISONS`.
+"""
 
 DEVICE = "nvidia-h200"
 
@@ -48,13 +51,13 @@ def rows_of(name: str) -> list[dict]:
 
 
 def model_of(row: dict) -> str:
-    """Return the name of a row's model, with the format and the number of GPUs if recorded."""
+    """Return the name of a row's model; the row's format and number of GPUs follow, if recorded."""
     form = f", {row['format']}" if "format" in row else ""
     return row["model"] + form + (f" on {row['devices']} GPUs" if "devices" in row else "")
 
 
 def vllm_version(row: dict) -> str:
-    """Return the version of vLLM that measured the vLLM figures of a row."""
+    """Return the version of vLLM with which the reference numbers of a row were measured."""
     return "0.26" if row.get("format") == "fp8" else "0.24"
 
 
@@ -88,7 +91,7 @@ def latency() -> str:
 
 
 def _rows_on_more(name: str) -> list[dict]:
-    """Return the rows of the tensor-parallel runs, recorded as `<name>_on_<GPUs>`."""
+    """Return the rows of a benchmark's tensor-parallel runs, recorded as `<name>_on_<GPUs>`."""
     counts = [count for count in (2, 4, 8) if path_of(f"{name}_on_{count}").is_file()]
     return [row | {"devices": n} for n in counts for row in rows_of(f"{name}_on_{n}")]
 
@@ -150,7 +153,7 @@ TABLES = {
 
 
 def render_readme(text: str) -> str:
-    """Return the text of README.md with the table of jpaged and vLLM.
+    """Return the text of README.md with an up-to-date table of jpaged and vLLM.
 
     Raises:
         ValueError: a marker is missing, or the markers are in the wrong order.
@@ -159,7 +162,7 @@ def render_readme(text: str) -> str:
 
 
 def summary() -> str:
-    """Return a table of the cases that were measured with vLLM too."""
+    """Return a table of the cases that were measured with both jpaged and vLLM."""
     rows = []
     cases = {
         "A": ("256 requests, 128 tokens in, 128 out", "output tokens/s", ",.0f"),
@@ -189,7 +192,7 @@ def summary() -> str:
 
 
 def render_figures(text: str) -> str:
-    """Return the text of docs/figures.md with the tables of all benchmarks that have results.
+    """Return the text of docs/figures.md with up-to-date tables of all benchmarks with results.
 
     Raises:
         ValueError: a marker is missing, or the markers are in the wrong order.
@@ -207,7 +210,7 @@ def _between(text: str, begin: str, end: str, inside: str) -> str:
 
 
 def render_benchmarks(text: str) -> str:
-    """Return the text of docs/benchmarks.md with the tables and settings of each figure.
+    """Return the text of docs/benchmarks.md with up-to-date tables and settings of each figure.
 
     Raises:
         ValueError: the text has no markers of a figure.
@@ -218,7 +221,7 @@ def render_benchmarks(text: str) -> str:
 
 
 def headline(document: dict) -> list[dict]:
-    """Return each system's sustained rate at equal KV memory, and jpaged's ratio to it."""
+    """Return a row per system: sustained rate with equal KV memory, and (jpaged's rate / it)."""
     return [
         {
             "lengths": row["lengths"],
@@ -237,7 +240,7 @@ def headline(document: dict) -> list[dict]:
 
 
 def paging_cost(document: dict) -> list[dict]:
-    """Return the seconds of each system with plentiful memory, and the cost of paging."""
+    """Return a row per case: each system's seconds when memory suffices, and the cost of paging."""
     return [
         {
             "case": row["case"],
@@ -253,21 +256,25 @@ def paging_cost(document: dict) -> list[dict]:
 
 
 COMPARISONS = {"headline": headline, "paging_cost": paging_cost}
-"""Comparisons with other systems that are not figures of the paper, by benchmark."""
+"""Benchmarks that compare jpaged with other systems, but are not figures of the paper.
+
+Each benchmark has a function that makes the rows of the table.
+"""
 
 
 def _figure(number: str) -> str:
     if number in COMPARISONS:
         inside = _compared(number)
         return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
-    paths = sorted(RESULTS.glob(f"paper_{number}_*.json"), reverse=True)  # simulated ones first
+    # In reverse order, simulated figures come before measured figures.
+    paths = sorted(RESULTS.glob(f"paper_{number}_*.json"), reverse=True)
     parts = [_recorded(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     inside = "\n\n".join(parts) or "*Not run yet.*"
     return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
 
 
 def _compared(name: str) -> str:
-    """Return the Markdown of a benchmark in `COMPARISONS`."""
+    """Return the recorded table of a benchmark in `COMPARISONS` as Markdown."""
     if not path_of(name).is_file():
         return "*Not run yet.*"
     document = json.loads(path_of(name).read_text(encoding="utf-8"))
@@ -284,7 +291,7 @@ def _compared(name: str) -> str:
 
 
 def _recorded(document: dict) -> str:
-    """Return the Markdown of a recorded figure: the picture, the table and the notes."""
+    """Return a recorded figure as Markdown: the picture, the table and the notes."""
     picture = f"paper/{picture_name(document['figure'], document['device'])}"
     lines = []
     if (BENCHMARKS.parent / picture).is_file():
@@ -304,7 +311,7 @@ def _recorded(document: dict) -> str:
 
 
 def _requests_of(document: dict) -> str:
-    """Return a phrase that describes the requests, or an empty string."""
+    """Return a phrase that describes a figure's requests; empty if the figure has no requests."""
     how, number = document["settings"], document["figure"]
     seed = f"seed {how['seeds'][0]}"
     if document["device"] == "no device" or number in ("18a", "19a"):
@@ -318,7 +325,7 @@ def _requests_of(document: dict) -> str:
 
 
 def _cell(value: object) -> str:
-    """Format a number with three digits, or all digits before the decimal point if more."""
+    """Format a number with three significant digits, but with all digits before the point."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

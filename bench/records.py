@@ -24,7 +24,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-COMMIT = _commit()  # read at import, because the repository may change during a long run
+# Read the commit at import, because the repository may change during a long run.
+COMMIT = _commit()
 
 
 def record(
@@ -43,9 +44,10 @@ def record(
         rows: The measured rows.
         device: Name of the device; None for the first device of this process.
         folder: Folder of the file (bench/results).
-        by: Keys that identify a row. If given, recorded rows with other identities are kept, so
-            that a part can be measured again. Each row then has its commit.
-        more: Settings of the run.
+        by: Keys that identify a row. If given, new rows replace only the recorded rows with the
+            same values of these keys, so that a part can be measured again. Each row then records
+            its commit.
+        more: Settings of the run, which are added to the file.
     """
     path = result_path(name, device, folder)
     if by:
@@ -66,7 +68,11 @@ def record(
 
 
 def _with_earlier(path: Path, rows: list[dict], by: Sequence[str]) -> list[dict]:
-    """Return the recorded rows with the new rows in their places, then the other new rows."""
+    """Return the rows recorded at `path`, with `rows` merged in.
+
+    A new row replaces the recorded row with the same values of the keys `by`. Other new rows come
+    last.
+    """
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     found = {
         tuple(row.get(name) for name in by): {"commit": earlier.get("commit")} | row
@@ -76,7 +82,7 @@ def _with_earlier(path: Path, rows: list[dict], by: Sequence[str]) -> list[dict]
 
 
 def result_path(name: str, device: str | None = None, folder: Path | None = None) -> Path:
-    """Return the path that `record` writes."""
+    """Return the path of the file that `record` writes for this benchmark and device."""
     kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
     return (folder or RESULTS) / f"{name}_{kind}.json"
 

@@ -25,14 +25,14 @@ PROMPT_LEN, OUTPUT_LEN = 128, 128
 
 
 class Answered(NamedTuple):
-    """Seconds of a generation, and CPU seconds of the engine's thread per step."""
+    """Result of a generation: total seconds, and CPU seconds of the engine's thread per step."""
 
     seconds: float
     host_seconds: float
 
 
 def answer(engine: Engine, num_requests: int, seed: int) -> Answered:
-    """Serve `num_requests` requests once."""
+    """Serve `num_requests` requests once, and return the times."""
     prompts = random_prompts([PROMPT_LEN] * num_requests, engine.vocab_size, seed)
     steps, host = engine.stats().num_steps, time.thread_time()
     seconds = timed(engine, prompts, OUTPUT_LEN)
@@ -47,11 +47,11 @@ def median_of(engine: Engine, num_requests: int, repeats: int) -> Answered:
 
 
 def row_of(num_requests: int, replica: Answered, shared: Answered) -> dict:
-    """Return a row that compares both setups.
+    """Return a row that compares n replicas with one tensor-parallel engine on n GPUs.
 
     Args:
         num_requests: Number of concurrent requests.
-        replica: Result of one replica with its part of the requests.
+        replica: Result of one replica, which serves 1 / n of the requests.
         shared: Result of the tensor-parallel engine with all requests.
     """
     tokens = num_requests * OUTPUT_LEN

@@ -75,7 +75,7 @@ def _score(prompts: list[list[int]], engine: Engine, completion_len: int | None)
 def measure(
     engine: Engine, shape: str, repeats: int, num_prompts: int, prompt_len: int
 ) -> list[dict]:
-    """Return one row per kind of run."""
+    """Run the kinds of runs that the module's docstring lists; return one row per kind."""
     completion_len = min(COMPLETION_LEN, prompt_len // 2)
     kinds: dict[str, Callable[[list[list[int]]], None]] = {
         "prefill": partial(_generate, engine=engine, prompt_logprobs=None),
@@ -87,7 +87,7 @@ def measure(
         kinds["scored"] = partial(_score, engine=engine, completion_len=None)
         kinds["completions"] = partial(_score, engine=engine, completion_len=completion_len)
     seeds, times = itertools.count(), {kind: list[float]() for kind in kinds}
-    for repeat in range(1 + repeats):  # the first run of each kind warms up
+    for repeat in range(1 + repeats):  # The first run of each kind is a warm-up.
         for kind, run in kinds.items():
             prompts = random_prompts([prompt_len] * num_prompts, engine.vocab_size, next(seeds))
             start = time.perf_counter()
@@ -116,7 +116,7 @@ def measure(
 
 def measure_head(shape: str, repeats: int, num_rows: int, vocab_size: int | None) -> list[dict]:
     """Return the times of the output head alone, in microseconds per launch of `num_rows` rows."""
-    # Imported here, because the versions of jpaged before the kernel are measured too.
+    # Import the kernel here, because this script also runs with versions of jpaged without it.
     from pallas_kernels import target_scores
     from pallas_kernels.target_scores import xla
 

@@ -48,7 +48,10 @@ from bench.synthetic_tokenizer import write_tokenizer
 PERCENTILES = (50, 90, 99)
 MAX_TOKENS = 1024
 BUSY, LAG_MS = 0.85, 10.0
-"""Limits above which the client counts as overloaded: fraction of a processor, milliseconds."""
+"""Limits above which the client counts as overloaded.
+
+`BUSY` is a fraction of a processor, `LAG_MS` a lag of the event loop in milliseconds.
+"""
 
 _NUM_WARM = 8
 """Number of warm-up requests."""
@@ -71,9 +74,10 @@ def make_work(
 
 
 def summarise(rate: float, work: Sequence[Work], answers: Sequence[Answer]) -> dict:
-    """Return a row of the table.
+    """Return a row of the table with the results at one request rate.
 
-    Latencies are in milliseconds, over the requests without errors; None without such requests.
+    Percentiles of latencies are in milliseconds, over the requests without errors. They are None if
+    all requests failed.
     """
     good = [answer for answer in answers if answer.error is None]
     pairs = zip(work, answers, strict=True)
@@ -109,7 +113,7 @@ def client_figures(reports: Sequence[Report]) -> dict:
 
 
 def merged(reports: Sequence[Report]) -> list[Answer]:
-    """Return all answers in the order of the argument `work` of `run_shares`."""
+    """Return the answers of all reports, in the order of the argument `work` of `run_shares`."""
     answers = [Answer()] * sum(len(report.answers) for report in reports)
     for i, report in enumerate(reports):
         answers[i :: len(reports)] = report.answers
@@ -122,10 +126,10 @@ def warn(text: str) -> None:
 
 
 def half_of_what_fits(target: Target) -> int:
-    """Return half of the model's maximum length, from the server's `/models`.
+    """Return half of the maximum sequence length that the server reports at `/models`.
 
-    A prompt and an answer of that many tokens fit the model. The maximum is `MAX_TOKENS`, which is
-    also the value if the server does not report a length.
+    A prompt and an answer of that many tokens fit the model. The result is at most `MAX_TOKENS`. It
+    is also `MAX_TOKENS` if the server reports no length.
     """
     url = f"{target.url.rstrip('/')}/models"
     try:
@@ -139,7 +143,7 @@ def half_of_what_fits(target: Target) -> int:
 
 
 def sweep(target: Target, runs: dict[float, list[Work]], num_processes: int) -> list[dict]:
-    """Run each rate and return one row per rate."""
+    """Send the requests of each rate to the server, and return one row per rate."""
     rows = []
     for rate, work in runs.items():
         reports = run_shares(target, work, num_processes)
@@ -159,7 +163,7 @@ def sweep(target: Target, runs: dict[float, list[Work]], num_processes: int) -> 
 
 
 def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
-    """Serve the same requests with an engine without a server, and return one row per rate.
+    """Serve the requests of each rate by an engine without a server; return one row per rate.
 
     Raises:
         subprocess.CalledProcessError: the engine's process failed.
@@ -179,7 +183,7 @@ def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
 
 @contextmanager
 def server_of(options: dict) -> Iterator[str]:
-    """Run a server of an engine with these options while the context lasts; yield the API's URL.
+    """Run a server while the context lasts; its engine has these options. Yield the API's URL.
 
     Raises:
         RuntimeError: the server did not start.
@@ -196,7 +200,7 @@ def server_of(options: dict) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen, log: TextIO) -> str:
-    """Wait until the server listens, and return the URL of its API."""
+    """Wait until the server's log says that it listens, and return the URL of the API."""
     while process.poll() is None:
         log.seek(0)
         text = log.read()
@@ -208,7 +212,7 @@ def _address(process: subprocess.Popen, log: TextIO) -> str:
 
 
 def of_shape(args: argparse.Namespace) -> list[dict]:
-    """Return the rows of a server of `args.shape`, and of the engine alone."""
+    """Measure a server of `args.shape`, then the engine without a server; return all rows."""
     if args.max_tokens is None:
         args.max_tokens = MAX_TOKENS
     with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +230,7 @@ def of_shape(args: argparse.Namespace) -> list[dict]:
 
 
 def runs_of(args: argparse.Namespace) -> dict[float, list[Work]]:
-    """Return the requests of each rate."""
+    """Return a dict that maps each request rate to the requests to send."""
     names = ("vocab_size", "max_tokens", "seed")
     options = {name: getattr(args, name) for name in names}
     return {rate: make_work(args.num_requests, rate, **options) for rate in args.rate}
@@ -235,13 +239,13 @@ def runs_of(args: argparse.Namespace) -> dict[float, list[Work]]:
 def _rates(text: str) -> list[float]:
     rates = [float(rate) for rate in text.split(",")]
     if not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: give rates above 0, such as 1,2,4,inf")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass rates above 0, such as 1,2,4,inf")
     return rates
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass an integer of at least 1")
     return int(text)
 
 

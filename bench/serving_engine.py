@@ -17,16 +17,17 @@ from jpaged import Engine, RequestDelta, SamplingParams
 
 
 class Runs(msgspec.Struct):
-    """The options of `Engine`, and the requests of each run."""
+    """Input of the process: options of `Engine`, and the requests of each run."""
 
     options: dict[str, Any]
     runs: list[list[Work]]
 
 
 def serve_alone(engine: Engine, work: list[Work]) -> list[Answer]:
-    """Add each request when it is due, and step until all are answered.
+    """Add each request to the engine when it is due, and run steps until all are answered.
 
-    Returns the answers in the order of `work`, with times since each request was due.
+    Returns:
+        The answers in the order of `work`. Times count from the time at which a request was due.
     """
     waiting = deque(sorted(enumerate(work), key=lambda pair: pair[1].due))
     answers = [Answer() for _ in work]

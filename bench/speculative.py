@@ -36,13 +36,17 @@ from jpaged.core.plan import NO_DRAFT
 from jpaged.runtime import model_runner, steps
 from jpaged.runtime.drafting import DraftInputs
 
-ACCEPTANCE = (0, 30, 60, 90, 100)  # percent
+ACCEPTANCE = (0, 30, 60, 90, 100)  # acceptance rates in percent
 PROMPT_LEN = 128
 
 
 @dataclass(frozen=True)
 class HashDrafter:
-    """Drafter that proposes even token ids, which are accepted, and odd ids, which are not."""
+    """Drafter whose proposals are accepted at a given rate.
+
+    A hash decides for each draft: an accepted draft is an even token id, a rejected draft an odd
+    token id (see `accept_even`).
+    """
 
     num_drafts: int
 
@@ -61,7 +65,7 @@ def accept_even(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool
 
 @contextmanager
 def hash_drafts() -> Iterator[None]:
-    """Let engines that are created meanwhile draft by hash."""
+    """While the context lasts, new engines use `HashDrafter` and accept the even drafts."""
 
     def make(config) -> HashDrafter:
         return HashDrafter(config.num_padded_drafts)
@@ -75,7 +79,7 @@ def hash_drafts() -> Iterator[None]:
 
 
 class AlwaysVerify:
-    """Context in which an engine verifies drafts in every step that can."""
+    """While the context lasts, the engine verifies drafts in every step where that is possible."""
 
     def __init__(self, engine: Engine):
         self._speculation = engine._loop.scheduler.speculation
@@ -92,7 +96,10 @@ class AlwaysVerify:
 
 
 def time_tokens(engine: Engine, rows: int, percent: int, num_tokens: int, repeats: int) -> float:
-    """Return the milliseconds per token of each row, without the prefill."""
+    """Return the milliseconds per token of one row, in a batch of `rows` rows, without the prefill.
+
+    `percent` is the acceptance rate of drafts.
+    """
     seeds = itertools.count()
 
     def run(max_tokens: int) -> float:
@@ -111,7 +118,7 @@ def time_tokens(engine: Engine, rows: int, percent: int, num_tokens: int, repeat
 
 
 def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[dict]:
-    """Yield the rows of the result for one model shape and number of drafts."""
+    """Yield the result rows for one model shape and one number of drafts per step."""
     options = {"max_num_seqs": max(args.rows), "max_model_len": PROMPT_LEN + args.tokens}
     plain = new_engine(shape, **options)
     plain_ms = {rows: time_tokens(plain, rows, 0, args.tokens, args.repeats) for rows in args.rows}
@@ -147,7 +154,7 @@ def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[d
 
 
 def measure_chats(num_drafts: int) -> dict:
-    """Return the result for chats that repeat their answers."""
+    """Return the result row for chats in which the embedded model repeats an answer."""
     engine = Engine(speculative_config={"num_speculative_tokens": num_drafts})
     params = SamplingParams(temperature=0.0, max_tokens=80)
     questions = [f"Count from {first} to {first + 11}" for first in range(1, 12)]
@@ -158,12 +165,13 @@ def measure_chats(num_drafts: int) -> dict:
         turns = ("user", question), ("assistant", answer), ("user", question)
         chats.append([{"role": role, "content": content} for role, content in turns])
     before = engine.stats()
-    # One at a time: if chats ran together, the longest answer would determine the number of steps.
+    # Run one chat at a time. If chats ran together, the longest answer would determine the number
+    # of steps.
     for chat in chats:
         engine.chat(chat, params, use_tqdm=False)
     after = engine.stats()
     num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(chats)
-    num_steps = after.num_steps - before.num_steps - len(chats)  # a prefill each
+    num_steps = after.num_steps - before.num_steps - len(chats)  # without one prefill per chat
     num_drafts_seen = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     return {
@@ -172,7 +180,8 @@ def measure_chats(num_drafts: int) -> dict:
         "drafts": num_drafts,
         "acceptance": round(num_accepted / num_drafts_seen, 2),
         "decode_steps": num_steps,
-        "tokens_per_step": round(num_tokens / num_steps, 2),  # without the prefill's token
+        # The tokens of the prefills do not count.
+        "tokens_per_step": round(num_tokens / num_steps, 2),
     }
 
 

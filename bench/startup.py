@@ -41,7 +41,7 @@ from bench.records import print_table, record
 EMBEDDED = "embedded"
 PROMPT = "Count from 1 to 20"
 TIMEOUT_S = 300
-# Seconds to the first token of vLLM 0.24 on an H200 (import and start, without reading weights).
+# Seconds until the first token of vLLM 0.24 on an H200: import and start, without reading weights.
 VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
 TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
@@ -57,7 +57,7 @@ PHASES = {
     "waiting": "compiling",
     "warming": "warming_up",
 }
-"""Column of a phase, by the first word of the engine's log line."""
+"""Maps the first word of a log line of the engine to the column of that phase in the results."""
 
 SERVE = """
 import json, sys, time
@@ -75,7 +75,7 @@ engine.abort_all()
 
 
 class Kind(NamedTuple):
-    """A kind of start: a shape or `EMBEDDED`, a key of `FORMATS`, and the number of GPUs."""
+    """A kind of start: model (a shape or `EMBEDDED`), format (key of `FORMATS`), number of GPUs."""
 
     model: str
     form: str = "bf16"
@@ -83,7 +83,7 @@ class Kind(NamedTuple):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Target of a cold and of a warm start in seconds, by "cold" and "warm"."""
+        """Targets in seconds, with the keys "cold" and "warm"."""
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
         limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
@@ -91,20 +91,20 @@ class Kind(NamedTuple):
 
     @property
     def vllm(self) -> int | None:
-        """Seconds of vLLM's start, or None if unknown."""
+        """Seconds until the first token of vLLM, or None if not measured."""
         return VLLM.get(self.model) if self[1:] == ("bf16", 1) else None
 
     @property
     def label(self) -> dict[str, Any]:
-        """Columns that identify this kind of start in the results: model, GPUs and format."""
+        """Columns of a result row that identify this kind of start: model, GPUs and format."""
         count = {"devices": self.num_devices} if self.num_devices > 1 else {}
         return labelled({"model": self.model, **count}, self.form)
 
 
 def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
-    """Return the command of a start, and write its `config.json` to `folder`.
+    """Return the command that starts a process, and write the model's `config.json` to `folder`.
 
-    `cache` is the folder of compiled programs.
+    `cache` is the folder where the process stores compiled programs.
     """
     model = kind.model
     if model == EMBEDDED:
@@ -122,16 +122,17 @@ def start(kind: Kind, cache: Path) -> dict:
 
     Args:
         kind: The kind of start.
-        cache: The folder of compiled programs.
+        cache: The folder where the process stores compiled programs.
 
     Returns:
-        `first_token_s`, the seconds by phase, and `processor_s`: the CPU seconds of the whole
-        process. Divided by the number of processors, they bound the time on an idle machine.
+        A dict with `first_token_s`, the seconds of each phase, and `processor_s`: the CPU seconds
+        of the whole process. On an idle machine with n processors, the start takes at least
+        `processor_s` / n seconds.
 
     Raises:
         RuntimeError: the process ended before its first token.
     """
-    # The driver caches compiled kernels too: an old cache would speed up a cold start.
+    # The NVIDIA driver caches compiled kernels too. An old cache would speed up a cold start.
     environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
     root = str(Path(__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.getenv("PYTHONPATH")])])
@@ -152,7 +153,7 @@ def start(kind: Kind, cache: Path) -> dict:
         log.seek(0)
         text = log.read()
     if not first or process.returncode:
-        raise RuntimeError(f"{kind} ended with {process.returncode}:\n{text}")
+        raise RuntimeError(f"the process of {kind} ended with code {process.returncode}:\n{text}")
     return {
         "first_token_s": seconds,
         "processor_s": processor_seconds() - used,
@@ -167,7 +168,10 @@ def processor_seconds() -> float:
 
 
 def phases(log: str, whole: float) -> dict[str, float]:
-    """Return the seconds by phase from a process's log; `whole` is the time to the first token."""
+    """Return the seconds of each phase, read from the log of a process.
+
+    The phase "other" is the rest of `whole`, the seconds until the first token.
+    """
     found = dict.fromkeys(PHASES.values(), 0.0)
     for name, seconds in re.findall(r"jpaged: (\w+).* took ([\d.]+) s", log):
         if name in PHASES:
@@ -176,9 +180,9 @@ def phases(log: str, whole: float) -> dict[str, float]:
 
 
 def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
-    """Return the rows of a cold start and of the median of `repeats` warm starts.
+    """Return two rows: a cold start, and the median of `repeats` warm starts.
 
-    `kept` is the parent of the compilation cache; None uses a temporary folder.
+    `kept` is the folder in which the compilation cache is kept. None: use a temporary folder.
     """
     with tempfile.TemporaryDirectory() as cache:
         folder = Path(cache) if kept is None else kept / kind.model
@@ -191,7 +195,7 @@ def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
 
 
 def row(which: str, kind: Kind, figures: dict) -> dict:
-    """Return a row with the figures of a start and the targets."""
+    """Return a result row with the times of a start (`which`: "cold" or "warm") and the target."""
     limit, seconds = kind.limits[which], figures["first_token_s"]
     marks = {"to_reach": limit, "vllm": kind.vllm, "reached": seconds <= limit}
     first = {"first_token_s": seconds, "processors": os.cpu_count()}
@@ -214,9 +218,9 @@ def main() -> None:
         for model, form in itertools.product(args.model, args.format)
     ]
     if any(kind.model == EMBEDDED and kind[1:] != ("bf16", 1) for kind in kinds):
-        parser.error("--model embedded takes no --format and no --tensor-parallel-size")
+        parser.error("--model embedded: omit --format and --tensor-parallel-size")
     if args.cache_dir is not None and len(args.format) > 1:
-        parser.error("--cache-dir has one folder per model: give one --format")
+        parser.error("--cache-dir has one folder per model: pass only one --format")
     rows = []
     for kind in kinds:
         rows += measure(kind, args.repeats, args.cache_dir)

@@ -35,25 +35,27 @@ from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import round_up
 from pallas_kernels import select_backend
 
-KINDS = ("decode", "prefill", "mixed", "copy", "swap")  # kinds that need an engine
-WARM_TURNS = 4  # untimed iterations, after which the loop runs one step ahead
+# These kinds of steps need an engine.
+KINDS = ("decode", "prefill", "mixed", "copy", "swap")
+# After `WARM_TURNS` untimed loop iterations, the host runs one step ahead of the device.
+WARM_TURNS = 4
 COPIES_IN_A_ROW = 8
 _SWAP_ENTRY_ID = -1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured points of each kind.
+    """The sizes at which each kind of step is measured.
 
     Attributes:
-        decode: (rows, context tokens per row).
-        prefill: (prompts, tokens per prompt).
-        mixed: (decode rows, context tokens per row, prompts, tokens per prompt).
+        decode: Pairs (rows, context tokens per row).
+        prefill: Pairs (prompts, tokens per prompt).
+        mixed: Tuples (decode rows, context tokens per row, prompts, tokens per prompt).
         copy, swap: Numbers of blocks per transfer.
-        attention: (rows, context tokens per row).
-        block_sizes: Block sizes of the attention points.
+        attention: Pairs (rows, context tokens per row).
+        block_sizes: Block sizes at which attention is measured.
         decode_steps, prefill_steps: Number of timed steps.
-        repeats: Number of timed copies, swaps and attention runs; the median counts.
+        repeats: Number of timed copies, swaps and attention runs; the result is the median.
     """
 
     decode: tuple[tuple[int, int], ...]
@@ -92,7 +94,10 @@ QUICK = Sizes(
 
 
 def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict | None:
-    """Time a decode step of `rows` sequences of about `context` tokens; None if they do not fit."""
+    """Time a decode step of `rows` sequences with about `context` tokens each.
+
+    Return None if the sequences do not fit in the pool.
+    """
     tokens = _start_decoding(engine, rows, context, num_steps)
     if tokens is None:
         return None
@@ -111,7 +116,10 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
 def time_prompts(
     engine: Engine, prompts: int, length: int, num_steps: int, rows: int = 0, context: int = 0
 ) -> dict | None:
-    """Time a step of whole prompts and `rows` decoding sequences; None if they do not fit."""
+    """Time a step that computes whole prompts, and one token of each of `rows` sequences.
+
+    Return None if the sequences do not fit in the pool.
+    """
     num_tokens, config = prompts * length + rows, engine.runtime_config
     room = (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
     if any(
@@ -145,7 +153,7 @@ def time_prompts(
 
 
 def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
-    """Time copies of `blocks` blocks per launch, with launches back to back."""
+    """Time launches that each copy `blocks` blocks; the launches follow each other immediately."""
     pairs = tuple((1 + i, 1 + blocks + i) for i in range(blocks))
     plans = [StepPlan(step_id=-1, scheduled=(), block_copies=pairs)] * COPIES_IN_A_ROW
     times = [_time_plans(engine, plans) / COPIES_IN_A_ROW for _ in range(repeats + 1)][1:]
@@ -153,7 +161,10 @@ def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
 
 
 def time_swaps(engine: Engine, blocks: int, repeats: int) -> list[dict]:
-    """Time the swap of blocks to host memory and back; no rows if host memory is too small."""
+    """Time the swap of blocks to host memory and back.
+
+    Return no rows if the swap space of the engine is too small.
+    """
     if engine.runtime_config.num_host_blocks < blocks:
         return []
     out = SwapOut(_SWAP_ENTRY_ID, tuple(range(1, 1 + blocks)))
@@ -173,7 +184,7 @@ def time_swaps(engine: Engine, blocks: int, repeats: int) -> list[dict]:
 
 
 def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
-    """Return the seconds until the device has completed the plans' transfers.
+    """Launch the plans, and return the seconds until the device has completed their transfers.
 
     The engine must have no unfinished request, because the plans overwrite arbitrary blocks.
     """
@@ -187,7 +198,7 @@ def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
 
 
 def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
-    """Yield a row per point and block size: seconds of one layer's attention in a decode step.
+    """Yield a row per batch size, context and block size: seconds of one layer's decode attention.
 
     Raises:
         ValueError: the shape's head size is not the one that `bench.kernels` times.
@@ -217,7 +228,7 @@ def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
 
 
 def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Iterator[dict]:
-    """Measure and yield a row for each point of `kinds` that fits."""
+    """Measure each kind of step at each size that fits in the pool; yield one row per size."""
     steps = sizes.decode_steps, sizes.prefill_steps
     points: dict[str, Iterator[dict | None]] = {
         "decode": (time_decode(engine, *point, steps[0]) for point in sizes.decode),
@@ -236,9 +247,12 @@ def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Itera
 
 
 def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> int | None:
-    """Start `rows` sequences that have about `context` tokens half-way through the timed steps.
+    """Start `rows` sequences, and run steps until all of them decode.
 
-    Returns the total number of tokens when all sequences decode; None if they do not fit.
+    In the middle of the following `num_steps` steps, each has about `context` tokens.
+
+    Returns:
+        The total number of tokens of the sequences; None if they do not fit in the pool.
     """
     config, before = engine.runtime_config, engine.stats()
     length = max(context - num_steps // 2 - 2 * WARM_TURNS, 1)
@@ -260,10 +274,12 @@ def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> 
 
 
 def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
-    """Return the seconds per step, with a call of `add` before each; then abort all requests.
+    """Return the seconds per step over `num_steps` loop iterations; then abort all requests.
+
+    The function calls `add` before each iteration.
 
     Raises:
-        RuntimeError: the steps were not all of the same kind.
+        RuntimeError: the steps differ: some requests were preempted, or wait.
     """
     for _ in range(WARM_TURNS):
         add()
@@ -279,13 +295,13 @@ def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float
     if steps != num_steps or preempted or after.num_waiting:
         raise RuntimeError(
             f"{num_steps} iterations had {steps} steps and {preempted} preemptions, and left "
-            f"{after.num_waiting} requests waiting: the steps are not alike"
+            f"{after.num_waiting} requests waiting, so the steps differ: use smaller sizes"
         )
     return seconds / num_steps
 
 
 def _row(engine: Engine, kind: str, seconds: float, steps: int) -> dict:
-    """Return a row in which all counts are 0."""
+    """Return a result row whose counts (of sequences, tokens, blocks, ...) are 0."""
     zeros = dict.fromkeys(_COUNTS, 0)
     block_size = engine.runtime_config.block_size
     return {"kind": kind, "block_size": block_size, **zeros, "seconds": seconds, "steps": steps}
@@ -298,7 +314,7 @@ _COUNTS = (
 
 
 def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """Return the old rows of other kinds, and the new rows."""
+    """Return the new rows, and the old rows of the kinds that the new rows do not have."""
     replaced = {row["kind"] for row in new}
     return [*(row for row in old if row["kind"] not in replaced), *new]
 

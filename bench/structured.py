@@ -62,10 +62,13 @@ from jpaged.structured_outputs.mask_client import Answer, MaskWorkerClient
 from jpaged.structured_outputs.matcher import GrammarError
 
 _END = 1000
-"""The EOS token of models with random weights: one of the synthetic words."""
+"""The EOS token id for models with random weights: the id of one of the synthetic words."""
 
 _MASK_STEPS = 96
-"""Maximum number of timed steps of the table `masks`; choosing the tokens takes longer."""
+"""Maximum number of timed steps of the table `masks`.
+
+Most of the time is not measured: the script chooses a random token for each row.
+"""
 
 _COUNTED = ("stop", "valid", "length", "beginnings", "error")
 
@@ -99,16 +102,24 @@ UNBOUNDED: dict[str, Any] = {
 
 
 def _endless(schema: dict[str, Any]) -> StructuredOutputs:
-    """Return the spec of an array with more objects than an answer has room for."""
+    """Return the spec of an array with so many objects that no answer can be complete."""
     return StructuredOutputs(json={"type": "array", "items": schema, "minItems": 10_000})
 
 
 FORMS = {"fields": _endless(FIELDS), "unbounded": _endless(UNBOUNDED)}
-"""Structured-output specs of the rows, by schema name."""
+"""Maps the name of a schema to the structured-output spec of rows with that schema."""
 
 
 class Size(NamedTuple):
-    """Size of the benchmark: batch rows, answers, maximum lengths and repetitions."""
+    """Sizes of the benchmark.
+
+    Attributes:
+        rows: Number of batch rows.
+        answers: Number of answers of the table `shares`.
+        max_tokens: Maximum number of tokens of these answers.
+        tokens: Number of tokens per row in the other tables.
+        repeats: Number of repetitions.
+    """
 
     rows: int = 64
     answers: int = 2000
@@ -127,7 +138,7 @@ def published() -> dict[str, Any]:
 
 
 def shares(engine: Engine, size: Size) -> dict[str, Any]:
-    """Return a row with the numbers of answers that end, are valid, or start a valid answer."""
+    """Return a row of the table `shares`: how many answers end by themselves, are valid, ..."""
     forms = {name: StructuredOutputs(json=schema) for name, schema in published().items()}
     asked = [[*forms][i % len(forms)] for i in range(size.answers)]
     params = [
@@ -152,7 +163,7 @@ def shares(engine: Engine, size: Size) -> dict[str, Any]:
 
 
 def _validators() -> Any:
-    """Return a function of (schema name, text) that returns whether the text is valid."""
+    """Return a function that takes a schema's name and a text, and returns whether it is valid."""
     from jsonschema import Draft202012Validator
 
     made = {
@@ -192,9 +203,10 @@ def _begins(grammars: GrammarCompiler, form: StructuredOutputs, output: Completi
 
 
 def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Return rows with the times of masks and of compiling.
+    """Return the rows of the table `masks`: times until masks are ready, and times of compiling.
 
-    The first pass creates the grammar states that the later pass reuses.
+    The first pass (`first_..._ms`) creates grammar states, which the second pass (`later_..._ms`)
+    reuses.
     """
     forms = [StructuredOutputs(json=it) for it in published().values()]
     named = {"published": forms, **{name: [form] for name, form in FORMS.items()}}
@@ -226,7 +238,7 @@ def _mask_times(
     size: Size,
     seed: int,
 ) -> list[float]:
-    """Return the seconds until the masks of each step are ready, with random answers in all rows.
+    """Return the seconds until the masks are ready, for each step of a batch of random answers.
 
     Each token is drawn uniformly from the tokens that the mask allows.
     """
@@ -244,7 +256,7 @@ def _mask_times(
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
-        if ended:  # the mask worker accepted these rows' last tokens late
+        if ended:  # The mask worker has found only now that these answers are complete.
             over = {i for i, _ in ended}
             rows = [it for it, i in items if i not in over]
             continue
@@ -261,21 +273,21 @@ def _mask_times(
 
 
 class Speeds(NamedTuple):
-    """Tokens per second of a run: of all rows together, and of each row without its prefill."""
+    """Tokens per second of a run: of all rows together, and of each row after its first token."""
 
     total: float
     of_rows: np.ndarray
 
 
 class Case(NamedTuple):
-    """Number of rows with a structured-output spec, and the spec."""
+    """A batch in which some rows have a structured-output spec: number of rows, and the spec."""
 
     num_constrained: int
     form: StructuredOutputs | None = None
 
 
 def run(engine: Engine, size: Size, case: Case, seed: int) -> Speeds:
-    """Generate in all rows; the first `case.num_constrained` rows have a spec."""
+    """Generate `size.tokens` tokens in all rows; the first `case.num_constrained` have the spec."""
     prompts = random_prompts([16] * size.rows, engine.vocab_size, 0)
     params = [
         SamplingParams(
@@ -320,7 +332,7 @@ def _as_case(engine: Engine, case: str) -> Iterator[None]:
 
 
 def speeds(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Return rows with the median speeds when no row, half of the rows or all rows have a spec."""
+    """Return the rows of the table `speed`: median tokens per second of each case."""
     cases, half = {**_cases(size), "unconstrained again": Case(0)}, size.rows // 2
     rows: list[dict[str, Any]] = []
     before: tuple[float, float] | None = None
@@ -360,7 +372,7 @@ _ELSEWHERE = ("thread_tokens", "process_accept", "process_masks")
 
 
 def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Return rows with the host milliseconds per step, by part."""
+    """Return the rows of the table `parts`: milliseconds of each part of a step on the host."""
     found = []
     for name, case in _cases(size).items():
         with _as_case(engine, name):
@@ -460,7 +472,7 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     size = size if args.answers is None else size._replace(answers=args.answers)
     if "shares" in args.table:
-        _validators()  # fail early if a package is missing
+        _validators()  # Raise an error before the measurements if a package is missing.
     rows = []
     with _folder(args.shape) as folder:
         engine = Engine(folder, **_options(args.shape, size, args.num_scheduler_steps))
@@ -470,7 +482,8 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    by = ("table", "case", "schemas")  # keep the recorded rows of other tables
+    # With these keys, the recorded rows of other tables are kept.
+    by = ("table", "case", "schemas")
     model = args.shape or "embedded"
     print(record("structured", rows, by=by, model=model, size=size._asdict()))
 

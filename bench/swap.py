@@ -55,7 +55,16 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the transfers and of the model's steps."""
+    """Sizes of the measurements.
+
+    Attributes:
+        groups: Numbers of blocks of a group that is swapped.
+        prefill_tokens: Context lengths that are recomputed and swapped.
+        max_model_len: Maximum number of tokens of a sequence.
+        num_seqs: Number of sequences of a decode step.
+        context: Number of tokens of each of these sequences.
+        repeats: Number of timed repetitions.
+    """
 
     groups: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
@@ -72,7 +81,7 @@ TINY |= {"num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 2, "num_
 
 
 def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) -> tuple:
-    """Time a swap method; return a row of the table, and the state."""
+    """Time the swap of `num_blocks` blocks by a method; return a row, and the new state."""
     sizes = chunk_sizes(state.pool, num_blocks)
     way = kind(state, sizes)
     ids, first = [], 1
@@ -99,7 +108,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # the only method whose first transfer compiles nothing
+    if kind is Plain:  # All other methods compile a program in the first transfer.
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -107,8 +116,12 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
 def measure_ways(
     shape: str, model: ModelConfig, dtype: Any, sizes: Sizes, kinds: list[type[Way]]
 ) -> list[dict]:
-    """Time every method for every group size; a row has the error if JAX rejects the method."""
-    num_blocks = 1 + 2 * max(max(sizes.groups), 8)  # padded chunks exceed their group
+    """Time every method for every group size.
+
+    If JAX rejects a method, the row has the error.
+    """
+    # Padded chunks may have more blocks than the group.
+    num_blocks = 1 + 2 * max(max(sizes.groups), 8)
     rows = []
     for group in sizes.groups:
         num_bytes = group * pool_block_bytes(make_pool(model, 1, BLOCK_SIZE, dtype))
@@ -127,14 +140,15 @@ def measure_ways(
             except Exception as error:
                 rows.append({**common, "way": kind.name, "error": str(error)[:300]})
             del state
-            print(rows[-1], flush=True)  # a later method may crash the process
+            # Print each row immediately, because a later method may crash the process.
+            print(rows[-1], flush=True)
     return rows
 
 
 def swap_seconds(
     model: ModelConfig, dtype: Any, block_size: int, num_tokens: int, repeats: int
 ) -> float:
-    """Return the seconds of the engine's swap of `num_tokens` tokens, out and in."""
+    """Return the seconds in which the engine swaps `num_tokens` tokens out and in again."""
     group = -(-num_tokens // block_size)
     pool = make_pool(model, 1 + 2 * max(group, 8), block_size, dtype)
     gigabytes = group * pool_block_bytes(pool) / 1e9
@@ -143,7 +157,7 @@ def swap_seconds(
 
 
 def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunner, RuntimeConfig]:
-    """Create the engine's runner with random weights."""
+    """Create a `ModelRunner` with random weights, and its runtime configuration."""
     with tempfile.TemporaryDirectory() as folder:
         split = SplitModel.of(plan_model(folder, model, dtype=dtype, load_format="dummy").load())
     largest = -(-sizes.max_model_len // BLOCK_SIZE)
@@ -166,7 +180,7 @@ def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunn
 
 
 def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
-    """Return rows with the milliseconds of recompute and of swap, by context length."""
+    """Return a row per context length: milliseconds to recompute the context, and to swap it."""
     runner, config = parts
     costs = measure_preemption_costs(runner, config)
     rows, tokens = [], min(256, sizes.max_model_len)
@@ -199,7 +213,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    for sequence in request.sequences:  # the first step admits them
+    for sequence in request.sequences:  # The first step treats the sequences as newly admitted.
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()
     for sequence in request.sequences:
@@ -222,7 +236,7 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
 
 
 def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> float:
-    """Return the seconds per step, launched one step ahead as in the overlapped loop."""
+    """Return the seconds per step. As in the overlapped loop, the host is one step ahead."""
     launch(plans[0]).read()
     launch(plans[1]).read()
     start = time.perf_counter()

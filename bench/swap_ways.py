@@ -18,7 +18,7 @@ from jpaged.runtime.swap import (
 
 
 class Way:
-    """A method to swap chunks of blocks; the base class is the engine's method."""
+    """A method to swap chunks of blocks. The base class is the method that the engine uses."""
 
     name = "device_put"
 
@@ -29,7 +29,7 @@ class Way:
         self.pinned = SingleDeviceSharding(self.device, memory_kind="pinned_host")
 
     def out(self, state: KVState, ids: np.ndarray) -> Any:
-        """Start to swap a chunk out; return the swap entry."""
+        """Start to swap out the blocks `ids`; return the swap entry, which `back` takes."""
         return to_host(self.gather(state, ids))
 
     def settle(self, entry: Any) -> Any:
@@ -37,7 +37,7 @@ class Way:
         return jax.block_until_ready(entry)
 
     def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
-        """Start to swap a chunk in; return the new state."""
+        """Start to swap `entry` in to the blocks `ids`; return the new state."""
         return self.scatter(state, ids, to_device(entry))[0]
 
 
@@ -63,7 +63,7 @@ class OutShardings(Way):
 
 
 class Reused(Way):
-    """The gather donates the host array of an earlier transfer."""
+    """The gather writes to the host array of an earlier transfer, which is donated to it."""
 
     name = "donated host array"
 
@@ -72,7 +72,7 @@ class Reused(Way):
         self.spare: dict[int, list[Any]] = {}
 
         def gather(state, ids, spare):
-            del spare  # donated for its memory
+            del spare  # The argument is donated only so that XLA reuses its memory.
             return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)
@@ -107,7 +107,7 @@ class Numpy(Way):
 
 
 class Plain(Way):
-    """The transfer alone: copies an array that is already gathered to pinned memory and back."""
+    """Only the transfer: copies an array, which was gathered before, to pinned memory and back."""
 
     name = "device_put, transfer alone"
 
@@ -125,4 +125,5 @@ class Plain(Way):
         return state
 
 
-WAYS = (Plain, Way, OutShardings, Reused, Numpy)  # the first one pins the host memory
+# `Plain` comes first, because the first transfer of a size also pins the host memory.
+WAYS = (Plain, Way, OutShardings, Reused, Numpy)

@@ -34,14 +34,17 @@ _LOG_TOTALS = np.array([np.log(np.sum(_RANKS**-exponent)) for exponent in _GRID]
 
 
 def candidates_of(contexts: np.ndarray, num_candidates: int) -> BeamCandidates:
-    """Return the likeliest next tokens [B, L] of contexts, given by their hashes, uint64 [B]."""
+    """Return the L = `num_candidates` likeliest next tokens [B, L] of B contexts.
+
+    `contexts` are hashes of the contexts, uint64 [B].
+    """
     mixed = _mix(contexts)
     place = (mixed >> np.uint64(40)).astype(np.int64) % len(_GRID)
     ranks = np.arange(num_candidates)
     logprobs = (
         -_GRID[place][:, None] * np.log(_RANKS[:num_candidates]) - _LOG_TOTALS[place][:, None]
     )
-    # An odd stride visits each token of a vocabulary of 2**k tokens once.
+    # The vocabulary has 2**k tokens, so steps of an odd stride visit each token once.
     first, stride = mixed % np.uint64(VOCAB_SIZE), (mixed >> np.uint64(20)) | np.uint64(1)
     token_ids = (first[:, None] + stride[:, None] * ranks.astype(np.uint64)) % np.uint64(VOCAB_SIZE)
     return BeamCandidates(token_ids.astype(np.int64), logprobs.astype(np.float32))
@@ -58,7 +61,7 @@ def serve(
 ) -> Iterator[MemoryReport]:
     """Serve (prompt, number of output tokens) pairs, each as `width` beams or samples.
 
-    The pool has room for all running requests. Yields the memory report after each step.
+    The pool has room for all running requests. The function yields the memory report of each step.
     """
     num_blocks = 1 + max_num_seqs * -(-max_model_len // block_size)
     config = SchedulerConfig(max_num_seqs, MAX_NUM_BATCHED_TOKENS, max_model_len)
@@ -86,7 +89,7 @@ def _candidates_for(plan: StepPlan, width: int) -> BeamCandidates:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spread hashes over all 64 bits with the finalizer of splitmix64."""
+    """Mix the bits of 64-bit hashes with the finalizer of splitmix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

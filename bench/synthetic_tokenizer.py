@@ -1,4 +1,4 @@
-"""A byte-level tokenizer of any vocabulary size for models with random weights."""
+"""A synthetic byte-level tokenizer with any vocabulary size, for models with random weights."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerFast
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SPACE = "Ġ"
-"""The space character in byte-level vocabularies."""
+"""The character that stands for a space in byte-level vocabularies."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write `tokenizer.json` and its configuration.
+    """Write the tokenizer files `tokenizer.json` and `tokenizer_config.json` to `folder`.
 
-    The vocabulary is the 256 bytes, then random words of 2 to 8 letters. Two thirds of the words
-    begin with a space.
+    The vocabulary consists of the 256 bytes and of random words of 2 to 8 letters. Two thirds of
+    the words begin with a space.
     """
     tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     rng = np.random.RandomState(0)

@@ -25,6 +25,7 @@ from bench.common import (
     FORMATS,
     SHAPES,
     Floor,
+    add_expert_option,
     add_format_option,
     add_sampling_options,
     format_of,
@@ -38,14 +39,14 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-# Output tokens per second of vLLM 0.24 on an H200, and the target.
+# (output tokens per second of vLLM 0.24 on an H200, jpaged's target), by case and model.
 REFERENCE = {
     ("A", "qwen3-0.6b"): (50_900, 80_000),
     ("B", "qwen3-0.6b"): (28_650, 43_000),
     ("A", "llama-3.1-8b"): (15_350, 18_500),
     ("B", "llama-3.1-8b"): (12_450, 15_000),
 }
-# vLLM 0.26 with weights and KV in FP8.
+# The same numbers for weights and KV cache in FP8, with vLLM 0.26.
 FP8_REFERENCE = {
     ("A", "llama-3.1-8b"): (20_670, 25_000),
     ("B", "llama-3.1-8b"): (None, 19_000),
@@ -53,7 +54,10 @@ FP8_REFERENCE = {
 
 
 def lengths_of(case: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the prompt and output lengths of a case; `scale` below 1 gives fewer requests."""
+    """Return the prompt lengths and output lengths of a case's requests.
+
+    If `scale` is below 1, return only that fraction of the requests.
+    """
     if case == "A":
         count = max(round(256 * scale), 1)
         return np.full(count, 128), np.full(count, 128)
@@ -70,7 +74,10 @@ def measure(
     seed: int = 0,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
-    """Serve a case once and return a row; all requests have the parameters `sampling`."""
+    """Serve the requests of a case once, and return a result row.
+
+    All requests have the sampling parameters `sampling`.
+    """
     prompt_lens, output_lens = lengths_of(case, scale)
     prompts = random_prompts(prompt_lens.tolist(), engine.vocab_size, seed)
     params = [
@@ -115,9 +122,10 @@ def measure_often(
     repeats: int = 3,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
-    """Return the row of the median run, after a warm-up run; each run has new prompts.
+    """Run a case several times after a warm-up run, and return the row of the median run.
 
-    For an even number of runs, the median is the faster of the two middle runs.
+    Each run has new prompts. For an even number of runs, the median is the faster of the two middle
+    runs.
     """
     seeds = range(repeats + 1)
     runs = [measure(engine, shape, case, scale, seed, sampling) for seed in seeds][1:]
@@ -134,13 +142,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs")
     parser.add_argument("--synchronous", action="store_true", help="use the synchronous loop")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_expert_option(parser)
     add_format_option(parser)
     add_sampling_options(parser)
     args = parse_arguments(parser)
     if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}: give 1 or more")
+        parser.error(f"--repeats is {args.repeats}: pass 1 or more")
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
+    options["enable_expert_parallel"] = args.enable_expert_parallel
     for shape, form in itertools.product(args.model, args.format):
         start = time.perf_counter()
         engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
@@ -155,7 +165,9 @@ def main() -> None:
     name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
-    # Partial and synchronous runs replace the whole record.
+    name += "_expert_parallel" if args.enable_expert_parallel else ""
+    # The rows of a partial or synchronous run are not comparable with recorded rows, so such a run
+    # replaces the whole record.
     by = CASE if args.scale == 1.0 and not args.synchronous else ()
     print(record(name, rows, by=by, **asked, **sampling_options(args)))
 

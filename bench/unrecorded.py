@@ -24,7 +24,7 @@ from jpaged.compile import compilation
 from jpaged.compile.gemm_autotuning import Compiler
 
 MARK = 1.02
-"""Maximum ratio of the times, few to all, to reach."""
+"""Target: maximum of (time with "few" / time with "all")."""
 
 WAYS = ("few", "all")
 CASES = {
@@ -32,11 +32,15 @@ CASES = {
     "C": ("ms_a_step", "prefill_s"),
     "D": ("ms_a_step", "prefill_s"),
 }
-"""Compared figures, by case."""
+"""Maps a case to the measured values that are compared."""
 
 
 def serve(shape: str, way: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Start an engine with `way` of autotuning; return the figures of the start and each case."""
+    """Start an engine with a way of autotuning ("few" or "all") and serve the cases.
+
+    Returns:
+        The measured values of the start and of each case.
+    """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         options = {"compilation_cache_dir": folder, "verbose": True}

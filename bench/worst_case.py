@@ -25,7 +25,10 @@ MIB = 2**20
 
 
 def params(index: int) -> SamplingParams:
-    """Return parameters that use all sampling features; the first few score their prompts."""
+    """Return sampling parameters of request `index`; they use all features that need memory.
+
+    The first `SCORED_PROMPTS` requests also ask for log-probabilities of their prompts.
+    """
     return SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -41,7 +44,7 @@ def params(index: int) -> SamplingParams:
 
 
 def run(engine: Engine) -> float:
-    """Serve the batch and return its seconds.
+    """Serve the largest possible batch, and return the seconds that it takes.
 
     Raises:
         RuntimeError: an answer has a wrong length.
@@ -68,7 +71,10 @@ def driver_bytes() -> tuple[int | None, int | None]:
 
 
 def row(model: str, engine: Engine, seconds: float) -> dict:
-    """Return a row with the account and the device's figures in MiB, and their relative errors."""
+    """Return a row that compares the engine's memory account with the memory in use.
+
+    Numbers are in MiB. The row also has the relative errors of the account.
+    """
     account, stats = engine.memory_account, jax.local_devices()[0].memory_stats()
     used, total = driver_bytes()
     return {

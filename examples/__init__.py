@@ -1,1 +1,1 @@
-"""Examples to run from the root of the repository; they are not installed."""
+"""Example programs. Run them from the root of the repository; pip does not install them."""

@@ -12,7 +12,7 @@ from jpaged.config import EMBEDDED_MODEL
 
 
 def make_model(config: dict) -> JaxModel:
-    """Return a Llama with norms of queries and keys, which is a Qwen3."""
+    """Return a Llama that also normalizes queries and keys, which is the architecture of Qwen3."""
     eps, theta, head_size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
 
     def norm(x, weight):
@@ -20,7 +20,7 @@ def make_model(config: dict) -> JaxModel:
 
     def rotate(x, positions):  # [T, heads, head_size]
         angles = positions[:, None] / theta ** (jnp.arange(0, head_size, 2) / head_size)
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        cos, sin = (it(angles)[:, None].astype(x.dtype) for it in (jnp.cos, jnp.sin))
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 

@@ -16,7 +16,7 @@ Ray's proxy would choose a replica from the headers, before the body with the pr
 proxy calls the `Front`, which reads the body and calls a replica through a handle. The handle's
 router sees the prompt. Only one `Front` runs, so that one router knows all prefixes.
 """
-# Type checks also run without Ray.
+# Pyright also runs where Ray is not installed.
 # pyright: reportMissingImports=false
 
 import argparse
@@ -33,7 +33,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no usage statistics
 
 import ray
 from ray import serve
@@ -63,7 +63,7 @@ APP = "jpaged"
 
 
 class Replica:
-    """One engine and the server's application, which Ray calls without a socket."""
+    """One engine with the server's ASGI application, which Ray calls directly, without a socket."""
 
     async def __init__(self, flags: Flags):
         self._stack = AsyncExitStack()
@@ -79,8 +79,9 @@ class Replica:
         """Answer a request: yield (status, headers), then the chunks of the body.
 
         Args:
-            fields: Fields of an ASGI scope, and the "body".
-            pieces: Digests for the router, which reads the arguments of the call.
+            fields: Fields of an ASGI scope, and the request's "body".
+            pieces: Digests of the prompt. Only the router uses them: it reads the arguments of this
+                call.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [{"type": "http.request", "body": fields.pop("body"), "more_body": False}]
@@ -108,29 +109,29 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            running.cancel()  # the application then aborts the engine's request
+            running.cancel()  # The application then aborts the request in the engine.
 
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and metrics in Prometheus format."""
         return self._name, self._serving.metrics.text(self._serving.engine.stats).decode()
 
     async def _end_with_engine(self) -> None:
-        """End this process when the engine ends.
+        """End this process when the engine ends, because Ray notices that immediately.
 
-        Ray notices the end immediately. A replica without an engine would reject every request, and
-        so look least loaded until the health checks failed.
+        Otherwise the replica would reject every request. It would then seem to have the lowest load
+        and get most requests, until health checks fail.
         """
         await self._serving.engine.closed.wait()
         print(f"replica {self._name} ends: {self._serving.engine.close_reason}", flush=True)
         os._exit(1)
 
     def check_health(self) -> None:
-        """Raise unless the engine's loop makes progress; Ray then replaces the replica."""
+        """Raise an error if the engine's loop makes no progress; Ray then replaces the replica."""
         if not self._serving.is_healthy:
-            raise RuntimeError("the engine does not respond")
+            raise RuntimeError("the engine does not respond: Ray will replace the replica")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metrics that `scale` reads."""
+        """Return the metrics on which the autoscaling policy `scale` depends."""
         stats = self._serving.engine.stats
         if stats is None:
             return {"num_requests_waiting": 0, "busy": 0}
@@ -157,41 +158,47 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replicas by rank; Ray takes the first with room."""
+        """Return the replicas, the best one first.
+
+        Ray chooses the first replica that can take another request.
+        """
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         in_flight = Counter(self._in_flight.values())
         pieces = _pieces_of_call(pending_request)
         loads = {name: in_flight[name] for name in by_name}
         ranked = self._memory.rank(pieces, loads, self._max_extra_load)
         if ranked and pending_request is not None:
-            # Note the prompt before it is sent, because the next request may have the same prefix.
+            # Record the prompt before it is sent: the next request may have the same prefix.
             self._memory.note(pieces, ranked[0])
         return [[by_name[name]] for name in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Note the replica that took a request, usually the first in rank."""
+        """Record which replica took a request; usually it is the best one."""
         self._in_flight[pending_request.metadata.internal_request_id] = replica_id.unique_id
         self._memory.note(_pieces_of_call(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Remove a finished or failed request from the load."""
+        """Subtract a finished or failed request from the load of its replica."""
         self._in_flight.pop(internal_request_id, None)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget the prefixes of a replica that died."""
+        """Remove the recorded prefixes and the load of a replica that died."""
         super().on_replica_actor_died(replica_id)
         self._memory.forget(replica_id.unique_id)
 
 
 def _pieces_of_call(call: PendingRequest | None) -> list[bytes]:
-    """Return the argument `pieces` of a call of `Replica.answer`."""
+    """Return the argument `pieces` of a call of `Replica.answer`; empty for other calls."""
     return [] if call is None else call.kwargs.get("pieces", [])
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the target number of replicas; Ray's autoscaling policy, bounded by --replicas."""
+    """Return the number of replicas that Ray should run, within the bounds of --replicas.
+
+    Ray calls this function as its autoscaling policy.
+    """
     figures = context.aggregated_metrics or {}
     waiting = sum(figures.get("num_requests_waiting", {}).values())
     busy = sum(figures.get("busy", {}).values())
@@ -199,7 +206,7 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 class Front:
-    """Reads requests and sends them to replicas."""
+    """Reads HTTP requests, and sends each to a replica."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int):
         self._replicas = replicas
@@ -228,7 +235,9 @@ class Front:
         except RayActorError:
             return error_response(_gone())
         if request.method == "GET" and request.url.path == "/metrics" and status == 200:
-            answer.cancel()  # the replica has accepted the API key; return all replicas' metrics
+            # The replica has accepted the API key. Return the metrics of all replicas instead of
+            # its answer.
+            answer.cancel()
             return await self._metrics()
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
         response = StreamingResponse(_rest(answer, is_stream), status)
@@ -236,7 +245,10 @@ class Front:
         return response
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body, cut just above the maximum, so that the replica rejects a larger one."""
+        """Return the body, cut to one byte more than the maximum.
+
+        The replica then rejects a body that is too large.
+        """
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -245,7 +257,7 @@ class Front:
         return bytes(body)
 
     async def _metrics(self) -> Response:
-        """Return the metrics of all replicas, labelled by replica and grouped by metric."""
+        """Return the metrics of all replicas, grouped by metric; a label names the replica."""
         calls = self._replicas.broadcast("metrics")
         results = await calls.results_async(timeout_s=10, return_exceptions=True)
         families: dict[str, list[str]] = {}
@@ -263,7 +275,10 @@ class Front:
 
 
 async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks of an answer's body; if the replica dies, a stream ends with an error."""
+    """Yield the chunks of an answer's body.
+
+    If the replica dies and `is_stream` is true, the stream ends with an error event.
+    """
     try:
         async for piece in answer:
             yield piece
@@ -288,11 +303,11 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
     replicas = serve.deployment(
         Replica,
         name="Replica",
-        # An engine mostly waits for its device, so it reserves no CPU. Ray assigns num_gpus GPUs
-        # to a replica by CUDA_VISIBLE_DEVICES.
+        # Reserve no CPU, because an engine mostly waits for its device. Ray assigns num_gpus GPUs
+        # to each replica by CUDA_VISIBLE_DEVICES.
         ray_actor_options={"num_cpus": 0, "num_gpus": args.num_gpus_per_replica},
-        # Requests wait in the engine, where the metrics count them, and not in Ray. The
-        # application answers further requests with status 503.
+        # Ray passes all requests on immediately, so that they wait in the engine, where the metrics
+        # count them. If there are too many, the application answers with status 503.
         max_ongoing_requests=MAX_NUM_SEQS + limits.max_num_queued_reqs,
         autoscaling_config=AutoscalingConfig(
             min_replicas=low,
@@ -305,7 +320,8 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         request_router_config=RequestRouterConfig(**router),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        # Ray sends no new requests to a replica that it stops, and waits for its running requests.
+        # When Ray stops a replica, it sends no new requests to it, and waits so many seconds until
+        # the running requests end.
         graceful_shutdown_timeout_s=flags.serve.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
@@ -320,7 +336,7 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
 
 
 def read_command_line(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Flags]:
-    """Return the options of this script, and the server's flags."""
+    """Return the options of this script, and the flags of the server."""
     parser = argparse.ArgumentParser(
         prog="python examples/ray_serve.py",
         description="Serve replicas of jpaged behind one address. The flags of python -m "
@@ -357,9 +373,9 @@ def read_command_line(argv: Sequence[str] | None = None) -> tuple[argparse.Names
     args, rest = parser.parse_known_args(argv)
     low, high = args.replicas
     if not 1 <= low <= high:
-        parser.error(f"--replicas is {low} {high}: give MIN of 1 or more, and MAX of MIN or more")
+        parser.error(f"--replicas is {low} {high}: pass MIN of at least 1 and MAX of at least MIN")
     if args.max_extra_load < 0:
-        parser.error(f"--max-extra-load is {args.max_extra_load}: give 0 or more")
+        parser.error(f"--max-extra-load is {args.max_extra_load}: pass 0 or more")
     return args, read_flags(rest)
 
 
@@ -372,7 +388,8 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
 
     try:
         serve.run(application(args, flags), name=APP)
-        for number in (signal.SIGTERM, signal.SIGINT):  # replaces Ray's handlers
+        # Replace the signal handlers that Ray has installed.
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
@@ -382,7 +399,7 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
             flush=True,
         )
         ended.wait()
-    finally:  # also after a partial deployment
+    finally:  # also if the deployment failed
         serve.delete(APP)
 
 
@@ -391,12 +408,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = read_command_line(argv)
     host = flags.serve.host
     try:
-        with listen(host, flags.serve.port) as sock:  # if the proxy failed, Ray would retry forever
+        # If the port is in use, Ray's proxy would fail and retry forever, so check the port first.
+        with listen(host, flags.serve.port) as sock:
             address, port = sock.getsockname()[:2]
     except (OSError, ValueError) as error:
         print(f"cannot listen at {host}:{flags.serve.port} ({error}): use another --port or --host")
         return 1
-    # The dashboard shows one engine, but its requests could reach any replica.
+    # Disable the dashboard: it shows one engine, but its requests could reach any replica.
     hosts = served_hosts(flags, address)
     flags = replace(flags, serve=replace(flags.serve, dashboard=False, allowed_hosts=hosts))
     if args.ray_address:
@@ -410,21 +428,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.num_gpus_per_replica not in (0, share):
             print(
                 f"--num-gpus-per-replica is {args.num_gpus_per_replica}, but a replica uses "
-                f"--tensor-parallel-size {share}: give {share}, or 0 without GPUs"
+                f"--tensor-parallel-size {share}: pass {share}, or 0 without GPUs"
             )
             return 2
         num_gpus, needed = ray.cluster_resources().get("GPU", 0), args.num_gpus_per_replica
         if not args.ray_address and args.replicas[0] * needed > num_gpus:
             print(
                 f"--replicas needs {args.replicas[0]} replicas of {needed} GPUs, but there are "
-                f"{num_gpus:g} GPUs: lower --replicas, or give --num-gpus-per-replica 0"
+                f"{num_gpus:g} GPUs: lower --replicas, or pass --num-gpus-per-replica 0"
             )
             return 2
         serve.start(http_options=HTTPOptions(host=host, port=port))
         serve_until_signal(args, flags, host, port)
         return 0
     finally:
-        if not args.ray_address:  # other applications may run in an existing cluster
+        if not args.ray_address:  # In an existing cluster, other applications may run.
             serve.shutdown()
         ray.shutdown()
 

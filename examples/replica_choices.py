@@ -1,6 +1,6 @@
-"""Choose the replica of a request and the number of replicas, without Ray.
+"""Choose the replica for a request, and the number of replicas. This module does not need Ray.
 
-A replica caches the KV of prompt prefixes. Asking every replica about every request would be slow,
+A replica caches the KV of prompt prefixes. To ask every replica about every request would be slow,
 so the router remembers the prefixes that it sent to each replica. A prompt is cut into pieces of 64
 bytes. The digest of a piece covers the piece and all earlier pieces, so it identifies a prefix.
 """
@@ -13,20 +13,23 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 PIECE = 64
-"""Bytes of a piece: about 16 tokens, the size of a KV block."""
+"""Number of bytes of a piece: about 16 tokens, which is the size of a KV block."""
 
 MAX_PIECES = 1024
-"""Maximum number of pieces per prompt: a longer common prefix than 64 KiB matters little."""
+"""Maximum number of pieces per prompt. The router ignores text after the first 64 KiB."""
 
 MAX_EXTRA_LOAD = 16
-"""Maximum number of requests in flight of a preferred replica beyond the least loaded one."""
+"""Maximum of (requests in flight of a preferred replica - those of the least loaded replica)."""
 
 WAITING_PER_REPLICA = 4
-"""Number of waiting requests per replica above which a replica is added."""
+"""If more requests than this number wait per replica, a replica is added."""
 
 
 class _Asked(msgspec.Struct):
-    """The fields of a request body that determine its prefix, as raw JSON to save parsing."""
+    """The fields of a request body that determine the prompt's prefix.
+
+    Their values stay unparsed JSON, which is faster.
+    """
 
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
@@ -37,9 +40,10 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
     """Return the digests of the prompt's prefixes, shortest first.
 
     Args:
-        body: Body of the request. The result is empty if the body is not JSON or has no prompt;
+        body: Body of the request. If the body is not JSON or has no prompt, the result is empty:
             any replica can reject such a request.
-        owner: API key of the request. Owners and cache salts have separate prefix caches.
+        owner: API key of the request. Replicas have a separate prefix cache for each API key and
+            cache salt.
     """
     try:
         asked = msgspec.json.decode(body, type=_Asked)
@@ -48,7 +52,8 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
     text = bytes(asked.messages) or bytes(asked.prompt)
     digest = hashlib.blake2b(b"%d:%b%b" % (len(owner), owner, bytes(asked.cache_salt))).digest()
     digests = []
-    # A partial last piece is left out, because a longer prompt would have another digest there.
+    # Leave out a partial last piece: in a longer prompt with the same prefix, the piece at this
+    # place would have another digest.
     for start in range(0, min(len(text) - PIECE + 1, MAX_PIECES * PIECE), PIECE):
         piece = text[start : start + PIECE]
         digest = hashlib.blake2b(digest + piece, digest_size=16).digest()
@@ -60,8 +65,8 @@ class PrefixMemory:
     """Remembers the prompt prefixes that were sent to each replica.
 
     Args:
-        max_pieces: Maximum number of digests. The least recently used are evicted first, as in a
-            replica's prefix cache.
+        max_pieces: Maximum number of digests. The least recently used digests are evicted first, as
+            in a replica's prefix cache.
     """
 
     def __init__(self, max_pieces: int = 1 << 18):
@@ -76,17 +81,17 @@ class PrefixMemory:
         loads: Mapping[str, int],
         max_extra_load: int = MAX_EXTRA_LOAD,
     ) -> list[str]:
-        """Return the replicas, the best for a prompt first.
+        """Return the replicas, the best one for a prompt first.
 
-        The order is by the longest known prefix, then the lowest load, then the least recent use.
-        Replicas with more than `max_extra_load` requests in flight beyond the least loaded replica
-        come last. Another replica then computes the prefix again, which costs less than the queue,
-        and later requests can use both.
+        A replica that knows a longer prefix comes first, then one with a lower load, then one that
+        was used less recently. If a replica has over `max_extra_load` requests in flight more than
+        the least loaded replica, it comes last. Another replica then computes the prefix again,
+        which takes less time than the queue, and later requests can use both replicas.
 
         Args:
             pieces: Digests from `pieces_of`.
             loads: Number of requests in flight, by replica.
-            max_extra_load: Maximum load beyond the least loaded replica.
+            max_extra_load: Maximum of (load of a replica - load of the least loaded replica).
         """
         known = self._num_known(pieces, loads)
         limit = min(loads.values(), default=0) + max_extra_load
@@ -98,17 +103,18 @@ class PrefixMemory:
         return sorted(loads, key=order)
 
     def note(self, pieces: Sequence[bytes], replica: str) -> None:
-        """Record that a prompt was sent to a replica."""
+        """Record that a prompt with these pieces was sent to a replica."""
         self._turn += 1
         self._last_turn[replica] = self._turn
-        for piece in reversed(pieces):  # so that the longest prefixes are evicted first
+        # In reverse order, so that longer prefixes are evicted before shorter ones.
+        for piece in reversed(pieces):
             self._holders.setdefault(piece, set()).add(replica)
             self._holders.move_to_end(piece)
         while len(self._holders) > self._max_pieces:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """Remove a replica that ended."""
+        """Remove all records of a replica that has ended."""
         self._last_turn.pop(replica, None)
         for piece, holders in [*self._holders.items()]:
             holders.discard(replica)
@@ -116,7 +122,7 @@ class PrefixMemory:
                 del self._holders[piece]
 
     def _num_known(self, pieces: Sequence[bytes], loads: Mapping[str, int]) -> Counter[str]:
-        """Return the number of leading pieces that each replica knows."""
+        """Return for each replica how many pieces, from the first one on, it knows."""
         known = Counter[str]()
         holders = set(loads)
         for piece in pieces:
@@ -130,13 +136,14 @@ class PrefixMemory:
 def num_replicas(current: int, num_waiting: float, busy: float) -> int:
     """Return the number of replicas that should run.
 
-    A replica may have at most `WAITING_PER_REPLICA` waiting requests. One replica is removed if no
-    request waits and the running sequences would fill less than half of the other batches.
+    Replicas are added if more than `WAITING_PER_REPLICA` requests wait per replica. One replica is
+    removed if no request waits, and if the running sequences would fill less than half of the
+    batches of the other replicas.
 
     Args:
         current: Current number of replicas.
         num_waiting: Number of waiting requests of all replicas.
-        busy: Running sequences divided by the maximum batch size, summed over the replicas.
+        busy: Sum over the replicas of (running sequences / maximum batch size).
     """
     if num_waiting > WAITING_PER_REPLICA * current:
         return max(current + 1, math.ceil(num_waiting / WAITING_PER_REPLICA))

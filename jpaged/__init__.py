@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine.engine import Engine
     from jpaged.models.checkpoint import check_model
-    from jpaged.models.jax_model import JaxModel, ModelStep
+    from jpaged.models.jax_model import JaxModel
+    from jpaged.models.model_step import ModelOps, ModelStep
     from jpaged.observe.pool_changes import PoolChanges, PoolWatch
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
@@ -39,7 +40,8 @@ _EXPORTS = {
     "jpaged.config": ("EngineConfig",),
     "jpaged.engine.engine": ("Engine",),
     "jpaged.models.checkpoint": ("check_model",),
-    "jpaged.models.jax_model": ("JaxModel", "ModelStep"),
+    "jpaged.models.jax_model": ("JaxModel",),
+    "jpaged.models.model_step": ("ModelOps", "ModelStep"),
     "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
     "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
@@ -88,6 +90,7 @@ __all__ = [
     "JaxModel",
     "Logprob",
     "MemoryReport",
+    "ModelOps",
     "ModelStep",
     "PoolChanges",
     "PoolWatch",

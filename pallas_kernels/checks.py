@@ -50,14 +50,15 @@ def check_pool(kv, name="kv"):
     """Check the shapes, dtypes and block size of a KV pool.
 
     Returns:
-        A dict of the sizes P, S, K and H, where H is the head size of an FP8 pool too.
+        A dict of the sizes P, S, K and H. H is the head size, which is twice the last axis of an
+        FP8 pool.
 
     Raises:
         ValueError: The shapes differ, the block size is out of range, or the head size is 0.
         TypeError: The dtypes differ or are not supported.
     """
-    # The error of `check_array` would advise to cast the pool. Casting changes FP8 values, so raise
-    # another error for FP8.
+    # For an unpacked FP8 pool, `check_array` would say to cast the pool. A cast would be wrong: the
+    # pool must be packed.
     if kv.k.dtype == FP8:
         raise TypeError(f"{name}.k has dtype {kv.k.dtype}: pack the pool with `pack_fp8_pairs`")
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
@@ -72,7 +73,10 @@ def check_pool(kv, name="kv"):
 
 
 def resolve_pool_scales(kv, scales):
-    """Check `scales` and return the scales to use: ones by default, None for a pool without scales.
+    """Check `scales`, and return the scales to use.
+
+    For an FP8 pool, return `scales`, or scales of 1 if `scales` is None. For any other pool, return
+    None.
 
     Raises:
         ValueError: The pool is not in FP8 but `scales` is set, or a scale has a wrong shape.

@@ -24,14 +24,15 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
-# Marks a word as not stored yet. As float32 or bfloat16, the bits are a NaN that arithmetic never
-# produces.
+# This value of a word means that no data has been stored in it. As float32 or bfloat16, its bits
+# are a NaN that arithmetic never produces.
 EMPTY_WORD = -1
-SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())  # of a scalar argument of `run_inline`
+# A scalar argument of `run_inline` has this layout.
+SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
 _WARP_SIZE = 32
-_POLLS_PER_STOP_CHECK = 4096  # a power of two
-_DYNAMIC_INDEX = -(1 << 31)  # marks an index of LLVM's `getelementptr` as an operand
-
+_POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
+# `_DYNAMIC_INDEX` tells LLVM's `getelementptr` that an index is an operand.
+_DYNAMIC_INDEX = -(1 << 31)
 
 # Tiles of 8 rows of 128 bytes for 2-byte dtypes, as tensor cores and the copy engine need them.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -46,16 +47,20 @@ def swizzled_smem(shape, dtype):
 def load_with_layout(ref, layout, *, optimized=True):
     """Load a reference into registers in the given layout.
 
-    With `optimized`, a load that needs many instructions is an error.
+    With `optimized`, Mosaic GPU raises an error if the load needs many instructions.
     """
     options: dict[str, Any] = {"layout": layout, "optimized": optimized}
-    if jax.__version_info__ < (0, 11):  # `load` needs an index before 0.11, and warns from 0.11 on
+    # In JAX before 0.11, `load` needs an index. Later versions warn about an index.
+    if jax.__version_info__ < (0, 11):
         return plgpu.load(ref, (), **options)
     return plgpu.load(ref, **options)
 
 
 def _make_operator(int_operation: Any, float_operation: Any = None):
-    """Return an operator method of `Value` that emits the int or float operation."""
+    """Return an operator method of `Value`.
+
+    The method emits `float_operation` for a float32, and `int_operation` for other values.
+    """
 
     def apply(self, other):
         operation = float_operation if self.is_float else int_operation
@@ -95,10 +100,11 @@ class Value:
     __lt__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
     __le__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sle))
     __ge__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
-    # `==` and `!=` keep Python's meaning, so comparing numbers in the kernel needs methods.
+    # `==` and `!=` compare the Python objects, so kernels compare numbers by these methods.
     eq = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))
     ne = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
-    maximum = _make_operator(None, arith.maxnumf)  # float32 only; ignores a NaN operand
+    # The operation is for float32 only, and ignores an operand that is NaN.
+    maximum = _make_operator(None, arith.maxnumf)
 
 
 class WordLoad(NamedTuple):
@@ -126,10 +132,10 @@ def float32() -> ir.Type:
 
 
 def run_inline(body, *arguments, arg_types):
-    """Emit `body` for each thread, with `arguments` converted for the thread.
+    """Emit the code of `body`, which each thread runs.
 
-    References become pointers, arguments with `SCALAR_LAYOUT` become numbers, and arrays become
-    the thread's elements.
+    `body` gets the converted `arguments`: a pointer for a reference, a number for an argument whose
+    type in `arg_types` is `SCALAR_LAYOUT`, and the thread's elements for an array.
     """
 
     def run(_, *given):
@@ -154,7 +160,7 @@ def program_index() -> Value:
 
 
 def scalar(array: Any) -> Value:
-    """Return the number in a scalar argument of an `inline_mgpu` body."""
+    """Return a scalar argument of an `inline_mgpu` body as a `Value`."""
     value = array.registers.item()
     if isinstance(value.type, ir.VectorType):
         value = vector.extract(value, [], [0])
@@ -162,7 +168,7 @@ def scalar(array: Any) -> Value:
 
 
 def thread_elements(array: Any) -> list[Value]:
-    """Return the thread's elements of an array argument, in register order."""
+    """Return the elements of an array argument that this thread holds, in register order."""
     return [
         Value(vector.extract(register, [], [i]))
         for register in array.registers.flat
@@ -191,7 +197,7 @@ def when(condition: Value):
 
 @contextlib.contextmanager
 def loop(start: Value, stop: Value, step: int):
-    """Emit the code of the `with` block as the body of a loop from `start` to below `stop`.
+    """Emit a loop from `start` to `stop` (exclusive) whose body is the `with` block.
 
     Yields the loop index.
     """
@@ -215,7 +221,7 @@ def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bo
 
     Args:
         text: PTX code, in which `$0`, `$1`, ... are the outputs, followed by the arguments.
-        arguments: Inputs. No output shares a register with an input.
+        arguments: Inputs. The compiler gives inputs and outputs different registers.
         out: MLIR types of the outputs.
         pure: Whether the code has no side effects, so that the compiler may move or drop it.
     """
@@ -251,11 +257,12 @@ def _load_all(loads, instruction, tail="", extra_arguments=()):
     Args:
         loads: The loads.
         instruction: PTX load instruction without the vector suffix.
-        tail: PTX after the loads. "$more0", "$more1", ... stand for `extra_arguments`.
-        extra_arguments: Further inputs of the tail.
+        tail: PTX that runs after the loads. "$more0", "$more1", ... are the `extra_arguments`.
+        extra_arguments: Inputs of `tail`.
 
     Returns:
-        The words of each load. With `extra_arguments`, one more output that the tail sets.
+        A list with the words of each load. If there are `extra_arguments`, one more item follows: a
+        list with the word that `tail` computes.
     """
     total = sum(word_load.count for word_load in loads)
     num_out = total + bool(extra_arguments)
@@ -279,22 +286,21 @@ def _load_all(loads, instruction, tail="", extra_arguments=()):
 
 
 def _empty_test_ptx(count):
-    """Return PTX that sets predicate q: whether any of the first `count` words is `EMPTY_WORD`."""
+    """Return PTX that sets predicate q to whether any of `count` words is `EMPTY_WORD`."""
     return "\nsetp.eq.b32 q, $0, -1;" + "".join(
         f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, count)
     )
 
 
 def load(loads: list[WordLoad]) -> list[list[Value]]:
-    """Load words from global memory that the kernel does not write."""
+    """Load words from global memory; the kernel must not write this memory."""
     return _load_all(loads, "ld.global")
 
 
 def poll(loads: list[WordLoad]) -> list[list[Value]]:
     """Load words that other programs store; repeat until no word is `EMPTY_WORD`.
 
-    Each word is stored once and is also the signal of its arrival, so no fence or counter is
-    needed.
+    A word that is not `EMPTY_WORD` has arrived, so no fence or counter is needed.
     """
     tests = _empty_test_ptx(sum(word_load.count for word_load in loads))
     return _load_all(loads, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
@@ -307,8 +313,8 @@ def poll_with_limit(
 
     Args:
         max_polls: Maximum number of reads.
-        stop_pointer: Pointer to a word of global memory. Polling ends early if the word is not 0.
-            It is read once in `_POLLS_PER_STOP_CHECK` polls.
+        stop_pointer: Pointer to a word of global memory. Polling ends early if that word is not 0.
+            The word is read once per `_POLLS_PER_STOP_CHECK` polls.
         loads: The words to load.
 
     Returns:
@@ -358,7 +364,7 @@ def unpack_bf16(words: list[Value]) -> list[Value]:
 
 
 def pack_bf16(floats: list[Value]) -> list[Value]:
-    """Round float32 numbers to bfloat16 and pack two into each word; NaN becomes 0x7fff."""
+    """Round float32 numbers to bfloat16, and pack two into each word. NaN gets the bits 0x7fff."""
     pairs = zip(floats[::2], floats[1::2], strict=True)
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return [ptx(text, low, high, out=[int32()], pure=True)[0] for low, high in pairs]
@@ -399,7 +405,7 @@ def select(condition: Value, first: Value, second: Value) -> Value:
 
 
 def make_pointer(low: Value, high: Value) -> Value:
-    """Return the pointer to global memory whose 64-bit address has the given 32-bit halves."""
+    """Combine two 32-bit halves of an address to a 64-bit pointer to global memory."""
     wide = ir.IntegerType.get_signless(64)
     halves = [arith.extui(wide, half.ir) for half in (low, high)]
     shifted = arith.shli(halves[1], arith.constant(wide, 32))

@@ -16,8 +16,10 @@ import jax
 
 from pallas_kernels.types import Backend, supports_fp8
 
-HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in device names
-MAX_SHARED_BYTES = 227 * 1024  # shared memory of one program on a Hopper GPU
+# JAX's names of Hopper GPUs contain one of these strings.
+HOPPER_GPUS = ("H100", "H200", "H800", "H20")
+# A program on a Hopper GPU can have `MAX_SHARED_BYTES` bytes of shared memory.
+MAX_SHARED_BYTES = 227 * 1024
 
 
 def is_hopper(device_kind):
@@ -46,7 +48,7 @@ def num_cores(backend):
 
 
 def _target_device(backend):
-    """Return the GPU to compile for: the abstract mesh's device if set, else the first device."""
+    """Return the GPU to compile for: the abstract mesh's device if there is one, else the first."""
     if backend is not Backend.TRITON:
         return None
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

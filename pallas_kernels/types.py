@@ -20,21 +20,21 @@ FP8_MAX = 448.0
 """The largest finite FP8 number (e4m3)."""
 
 FP8_MIN_ABSMAX = 1e-30
-"""The lower bound of the largest absolute value that an FP8 scale is computed from.
+"""The minimum of the largest absolute value from which an FP8 scale is computed.
 
-With the bound, the scale of a row of zeros is a normal float32 number and not zero.
+It keeps the scale of a row of zeros from being 0: the scale is a normal float32 number.
 """
 
 FP8_PAIR_DTYPE = jnp.uint16
 """The dtype of an FP8 pool, which packs two neighbouring numbers of a head into each element.
 
 The low byte holds the number of the even column. Kernels read two numbers at a time. If the pool
-had the dtype `FP8`, a compiler might copy the whole pool to view it as pairs. XLA for CPUs also
-cannot scatter `FP8` arrays.
+had the dtype `FP8`, a compiler might copy the whole pool to convert it to pairs. Another reason is
+that XLA cannot scatter `FP8` arrays on a CPU.
 """
 
 FP8_GROUP_SIZE = 128
-"""The number of consecutive numbers of an activation row that share one FP8 scale.
+"""The number of consecutive elements of an activation row that share one FP8 scale.
 
 A block-scaled weight has one scale per block of `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns.
 """
@@ -65,7 +65,7 @@ def select_backend(platform: str) -> Backend:
 
 
 def supports_kernels(device: Any) -> bool:
-    """Return whether ops run on a JAX device.
+    """Return whether the ops of this package run on a JAX device.
 
     Plain XLA runs on every device. On a GPU, XLA compiles Triton kernels only for compute
     capability 8.0 or later.
@@ -76,9 +76,8 @@ def supports_kernels(device: Any) -> bool:
 def supports_fp8(device: Any) -> bool:
     """Return whether ops accept FP8 pools on a JAX device.
 
-    Plain XLA accepts FP8 pools on every device. Triton converts FP8 numbers only on NVIDIA GPUs of
-    compute capability 8.9 or later, which also multiply FP8 matrices. On older GPUs Triton's
-    compiler would end the process.
+    Ops in plain XLA accept FP8 pools on every device. Triton converts FP8 numbers only on NVIDIA
+    GPUs of compute capability 8.9 or later. On older GPUs, its compiler would end the process.
     """
     if select_backend(device.platform) is not Backend.TRITON:
         return True
@@ -111,7 +110,7 @@ class LayerKV(NamedTuple):
 
     @property
     def head_size(self) -> int:
-        """The number of elements of one head, H, also if the pool packs them in pairs."""
+        """The number of elements of one head (H), even if the pool packs them in pairs."""
         return self.k.shape[3] * (2 if self.is_scaled else 1)
 
     @property
@@ -120,7 +119,7 @@ class LayerKV(NamedTuple):
         return 1 if self.is_scaled else self.k.dtype.itemsize
 
     def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Return the dtype of attention for queries of dtype `dtype`.
+        """Return the dtype in which attention computes, for queries of dtype `dtype`.
 
         Attention over an FP8 pool converts tiles of the pool to the queries' dtype. Attention over
         any other pool computes in the pool's dtype.
@@ -180,7 +179,7 @@ class HeadNorms(NamedTuple):
 
 
 class FusedLayerWeights(NamedTuple):
-    """Weights of `fused_layer`: all ops between the attention of two consecutive layers.
+    """Weights that `fused_layer` uses: those between the attentions of two consecutive layers.
 
     Attributes:
         output: Weight of the attention's output projection.

@@ -77,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JPAGED_TEST_TIER"] = str(config.getoption("tier"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all modules are imported
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
@@ -123,9 +124,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the collected modules and tests, so that the garbage collector skips them."""
+    """Freeze the collected modules and tests, so that the garbage collector skips them, and collect
+    garbage rarely: tracing creates objects that are not garbage."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def _processor_seconds() -> float:

@@ -1,4 +1,4 @@
-"""Build the documentation site, and write the pages that follow from the code.
+"""Build the documentation site, and write the pages that are generated from the code.
 
     python -m tools.docs             exit with code 1 if a generated page is not current
     python -m tools.docs --write     write docs/flags.md and docs/models.md
@@ -34,7 +34,7 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "jpaged/assets/tiny/MODEL_CARD.md": "embedded_model.md",
 }
-"""Page of the site for each page outside docs/."""
+"""Maps each page outside docs/ to the path of the page in the site."""
 
 MODELS = {
     "gpt2": "GPT-2",
@@ -49,7 +49,7 @@ MODELS = {
     "gemma3_text": "Gemma 3 (270M, 1B)",
     "gemma3": "Gemma 3 (4B, 12B, 27B), text only",
 }
-"""Names of the models of each `model_type`."""
+"""Names of the models that have each `model_type`."""
 
 QUANTIZATIONS = {
     "compressed-tensors": "FP8 of llm-compressor: per tensor or per channel, static or dynamic",
@@ -67,10 +67,10 @@ GPUS = {
     "NVIDIA H200": "9.0",
     "NVIDIA B200": "10.0",
 }
-"""Compute capability of one GPU of each generation."""
+"""Maps the name of one GPU of each generation to the GPU's compute capability."""
 
 MEASURED_GPUS = ("NVIDIA H100", "NVIDIA H200")
-"""GPUs on which the tests with `-m gpu` and the benchmarks ran."""
+"""GPUs on which the benchmarks and the tests marked `gpu` ran."""
 
 _LINK = re.compile(r"(!?)\[((?:[^\][]|\[[^\][]*\])*)\]\(([^()\s]+)\)")
 _EXTERNAL_LINK = re.compile(r"[a-z][a-z0-9+.-]*:|#")
@@ -78,7 +78,7 @@ _NOTE = "<!-- Written by `python -m tools.docs --write`. Do not edit. -->\n"
 
 
 def flags_page() -> str:
-    """Return the page with all flags of the server, by group, from its argument parser."""
+    """Return the page with all flags of the server by group, read from the argument parser."""
     parts = [
         "# Flags of the server\n",
         "This page lists every flag of `jpaged serve` (or `python -m jpaged.serve`) for people who "
@@ -169,7 +169,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a help text as a table cell."""
+    """Return a help text as the text of a Markdown table cell."""
     return re.sub(
         r"[|<>*]", lambda found: f"\\{found[0]}", " ".join(text.replace("%%", "%").split())
     )
@@ -226,7 +226,7 @@ def write_sources(folder: Path) -> None:
 
 
 def rewrite_links(markdown: str, source: str, page: str) -> str:
-    """Return a page with links that are valid in the site.
+    """Return the text of a page, with links changed so that they are valid in the site.
 
     Args:
         markdown: Text of the page.
@@ -249,7 +249,7 @@ def rewrite_links(markdown: str, source: str, page: str) -> str:
         elif (ROOT / path).exists():
             return text if "`" in text else f"`{path}`" if text == path else f"{text} (`{path}`)"
         else:
-            return found[0]  # a broken link, which a strict build reports
+            return found[0]  # The link is broken, and the strict build of the site reports it.
         relative = posixpath.relpath(path, posixpath.dirname(page) or ".")
         return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 

@@ -5,22 +5,23 @@
 
 Definitions:
 
-    room     a component: a folder of `jpaged/` with its subfolders, `pallas_kernels/`, or a Python
-             file directly in `jpaged/` other than `__init__.py`
-    arrow    a room that imports another room. Imports in functions and under TYPE_CHECKING count.
-             An import of a public name from `jpaged` counts as an import of the module that
-             defines the name
-    floors   the number of rooms in the longest chain of arrows (an import cycle counts as one)
-    circles  import cycles at run time, between rooms and between files
-    upward   an import of a room in a higher layer of `FLOORS`
-    lines    all lines of Python with comments and blank lines; the page is serve's static files
-    step     a greedy decode step of one request by `Engine.step` in the synchronous loop, with
-             stubs for the compiled programs. The request does not end and needs no new block. The
-             counts are the distinct functions of jpaged that are called, their modules, all calls,
-             and calls from one module to another. A comprehension or generator expression belongs
-             to the function that contains it
-    private  uses of jpaged's private names in `tests/`: attributes, imported names and strings.
-             Attributes of `self`, `cls` and `super()` do not count
+    component       a folder of `jpaged/` with its subfolders, `pallas_kernels/`, or a Python file
+                    directly in `jpaged/` other than `__init__.py`
+    dependency      a component that imports another component. Imports in functions and under
+                    TYPE_CHECKING count. An import of a public name from `jpaged` counts as an
+                    import of the module that defines the name
+    longest chain   the longest chain of dependencies; an import cycle counts as one component
+    cycle           an import cycle at run time, between components or between files
+    upward import   an import of a component in a higher layer of `LAYERS`
+    lines           all lines of Python, with comments and blank lines; for the dashboard, the lines
+                    of the server's static files
+    decode step     a greedy decode step of one request by `Engine.step` in the synchronous loop,
+                    with stubs for the compiled programs. The request does not end and needs no new
+                    block. The counts are the distinct functions of jpaged that are called, their
+                    modules, all calls, and calls from one module to another. A comprehension or
+                    generator expression belongs to the function that contains it
+    private names   uses of jpaged's private names in `tests/`: attributes, imported names and
+                    strings. Attributes of `self`, `cls` and `super()` do not count
 """
 
 import argparse
@@ -36,7 +37,7 @@ from types import CodeType, FrameType
 ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
-FLOORS = (
+LAYERS = (
     ("pallas_kernels", "core", "errors", "options", "processes", "text"),
     ("structured_outputs",),
     ("parsing", "models", "sampling_params"),
@@ -47,7 +48,7 @@ FLOORS = (
     ("serve", "terminal"),
     ("__main__", "calibrate", "doctor"),
 )
-"""Components (rooms) by layer, the lowest first.
+"""Components by layer, the lowest layer first.
 
 Components of one layer may import each other, but without a cycle.
 """
@@ -57,9 +58,11 @@ Graph = Mapping[str, set[str]]
 
 @dataclass(frozen=True)
 class Import:
-    """An import of a module by another module.
+    """An import of one module by another module.
 
     Attributes:
+        importer: Name of the module that imports.
+        imported: Name of the imported module.
         typed: Whether the import is under TYPE_CHECKING.
     """
 
@@ -70,7 +73,7 @@ class Import:
 
 @dataclass
 class Step:
-    """Functions, modules and calls of one decode step."""
+    """The functions that one decode step calls, their modules, and the numbers of calls."""
 
     functions: set[CodeType] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
@@ -124,7 +127,7 @@ def _targets(node: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
 
 @cache
 def _public_names(file: Path) -> dict[str, str]:
-    """Return the module of each public name, from the table `_EXPORTS` of `jpaged`."""
+    """Map each public name of `jpaged` to the module that defines it (the table `_EXPORTS`)."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
             table = ast.literal_eval(node.value)
@@ -132,29 +135,29 @@ def _public_names(file: Path) -> dict[str, str]:
     return {}
 
 
-def room_of(module: str) -> str | None:
-    """Return the room (component) of a module, or None for `jpaged` itself."""
+def component_of(module: str) -> str | None:
+    """Return the component that contains a module, or None for `jpaged` itself."""
     package, *inner = module.split(".")
     if package != "jpaged":
         return package
     return inner[0] if inner else None
 
 
-def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
-    """Map each room (component) to the rooms it imports.
+def component_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
+    """Map each component to the components that it imports.
 
-    If `typed`, include imports under TYPE_CHECKING.
+    If `typed` is true, imports under TYPE_CHECKING count too.
     """
     graph: dict[str, set[str]] = {}
     for it in imports:
-        importer, imported = room_of(it.importer), room_of(it.imported)
+        importer, imported = component_of(it.importer), component_of(it.imported)
         if importer and imported and importer != imported and (typed or not it.typed):
             graph.setdefault(importer, set()).add(imported)
     return graph
 
 
 def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
-    """Return the modules that each module imports at run time."""
+    """Map each module to the modules that it imports at run time."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         if not it.typed and it.importer not in PACKAGES and it.imported not in PACKAGES:
@@ -162,8 +165,8 @@ def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
     return graph
 
 
-def components(graph: Graph) -> list[frozenset[str]]:
-    """Return the strongly connected components, each after the components that it reaches."""
+def strongly_connected(graph: Graph) -> list[frozenset[str]]:
+    """Return the strongly connected components of a graph, in reverse topological order."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -189,15 +192,15 @@ def components(graph: Graph) -> list[frozenset[str]]:
     return found
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Return the cycles: components of several nodes that reach each other."""
-    return [sorted(group) for group in components(graph) if len(group) > 1]
+def import_cycles(graph: Graph) -> list[list[str]]:
+    """Return the groups of several nodes that reach each other."""
+    return [sorted(group) for group in strongly_connected(graph) if len(group) > 1]
 
 
-def num_floors(graph: Graph) -> int:
+def longest_chain(graph: Graph) -> int:
     """Return the number of nodes in the longest path of a graph. A cycle counts as one node."""
 
-    groups = components(graph)
+    groups = strongly_connected(graph)
     group_of = {node: group for group in groups for node in group}
     height: dict[frozenset[str], int] = {}
     for group in groups:
@@ -207,27 +210,27 @@ def num_floors(graph: Graph) -> int:
 
 
 def upward_imports(imports: Iterable[Import]) -> list[Import]:
-    """Return the imports by which a component (room) imports a component of a higher layer.
+    """Return the imports by which a component imports a component of a higher layer.
 
-    Imports by or of components that are missing in `FLOORS` are returned too.
+    Also return the imports by or of components that are missing in `LAYERS`.
     """
-    floor = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+    layer = {name: level for level, names in enumerate(LAYERS) for name in names}
     found = []
     for it in imports:
-        importer, imported = room_of(it.importer), room_of(it.imported)
-        known = importer in floor and imported in floor
-        if importer and imported and (not known or floor[imported] > floor[importer]):
+        importer, imported = component_of(it.importer), component_of(it.imported)
+        known = importer in layer and imported in layer
+        if importer and imported and (not known or layer[imported] > layer[importer]):
             found.append(it)
     return sorted(found, key=lambda it: (it.importer, it.imported))
 
 
-def loose_files(root: Path = ROOT) -> list[str]:
-    """Return the Python files directly in `jpaged/`, with `__init__.py`."""
+def top_level_files(root: Path = ROOT) -> list[str]:
+    """Return the Python files directly in `jpaged/`, including `__init__.py`."""
     return sorted(file.name for file in (root / "jpaged").glob("*.py"))
 
 
 def private_accesses(files: Mapping[str, Path], root: Path = ROOT) -> list[str]:
-    """Return the uses of jpaged's private names in `tests/` as "file:line: name"."""
+    """Return the uses of jpaged's private names in `tests/`, each as "file:line: name"."""
     known = {name for file in files.values() for name in _private_names(file)}
     found = []
     for file in sorted((root / "tests").rglob("*.py")):
@@ -264,12 +267,12 @@ def _accessed_names(node: ast.AST) -> list[str]:
 
 
 def num_lines(files: Iterable[Path]) -> int:
-    """Return the total number of lines."""
+    """Return the total number of lines of the files."""
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
 def page_files(root: Path = ROOT) -> list[Path]:
-    """Return the static files of the server's pages."""
+    """Return the static files of the server's dashboard."""
     return [file for file in (root / "jpaged/serve").rglob("static/*") if file.is_file()]
 
 
@@ -314,7 +317,7 @@ def _is_part(code: CodeType) -> bool:
 
 
 def main() -> None:
-    """Print the counts."""
+    """Print the definitions and the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -322,25 +325,25 @@ def main() -> None:
     details = parser.parse_args().details
     files = module_files()
     imports = find_imports(files)
-    graph, step = room_graph(imports, typed=True), trace_step()
-    running = room_graph(imports, typed=False)
-    rooms = sorted({room for module in files if (room := room_of(module))})
-    round_rooms, round_files = circles(running), circles(file_graph(imports))
+    graph, step = component_graph(imports, typed=True), trace_step()
+    running = component_graph(imports, typed=False)
+    names = sorted({name for module in files if (name := component_of(module))})
+    component_cycles, file_cycles = import_cycles(running), import_cycles(file_graph(imports))
     upward, private = upward_imports(imports), private_accesses(files)
     lines = {name: num_lines((ROOT / name).rglob("*.py")) for name in PACKAGES}
     print(__doc__)
     for what, count in (
-        ("rooms", len(rooms)),
-        ("arrows", sum(map(len, graph.values()))),
-        ("floors", num_floors(graph)),
-        ("circles of rooms", len(round_rooms)),
-        ("circles of files", len(round_files)),
+        ("components", len(names)),
+        ("dependencies", sum(map(len, graph.values()))),
+        ("components in the longest chain", longest_chain(graph)),
+        ("cycles of components", len(component_cycles)),
+        ("cycles of files", len(file_cycles)),
         ("upward imports", len(upward)),
-        ("files directly in jpaged/", len(loose_files())),
+        ("files directly in jpaged/", len(top_level_files())),
         ("files of jpaged and pallas_kernels", len(files)),
         ("lines of jpaged/", lines["jpaged"]),
         ("lines of pallas_kernels/", lines["pallas_kernels"]),
-        ("lines of the page", num_lines(page_files())),
+        ("lines of the dashboard", num_lines(page_files())),
         ("functions in a decode step", len(step.functions)),
         ("modules in a decode step", len(step.modules)),
         ("changes of module in a decode step", step.num_changes),
@@ -349,15 +352,15 @@ def main() -> None:
     ):
         print(f"{what:<36}{count:>8,}")
     if details:
-        _print_details(graph, round_rooms + round_files, upward, step)
+        _print_details(graph, component_cycles + file_cycles, upward, step)
         print(*(f"private: {it}" for it in private), sep="\n")
 
 
 def _print_details(graph: Graph, found: list[list[str]], upward: list[Import], step: Step) -> None:
-    for room in sorted(graph):
-        print(f"{room} -> {', '.join(sorted(graph[room]))}")
+    for name in sorted(graph):
+        print(f"{name} -> {', '.join(sorted(graph[name]))}")
     for group in found:
-        print("circle:", ", ".join(group))
+        print("cycle:", ", ".join(group))
     for it in upward:
         print(f"upward: {it.importer} imports {it.imported}")
     by_file = Counter(Path(code.co_filename).relative_to(ROOT) for code in step.functions)

@@ -1,7 +1,8 @@
 """Take the README's screenshot of the dashboard (`python -m tools.picture_shot`).
 
-The script starts a server with the embedded model and sends requests. It pauses the dashboard while
-they run, and writes `docs/picture.png`. It needs Chromium and the extra `test`.
+The script starts a server with the embedded model and sends requests. While the requests run, the
+script pauses the dashboard and writes the screenshot to `docs/picture.png`. It needs Chromium, and
+the packages of `pip install -e ".[test]"`.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def server():
 
 
 def ask(page: Any, *presets: str) -> None:
-    """Send the presets whose labels start with the given strings."""
+    """Send requests from the dashboard: the presets whose labels start with the given strings."""
     page.evaluate(ASK, presets)
 
 
@@ -51,7 +52,7 @@ ASK = """(presets) => {
 
 
 def pose(page: Any) -> None:
-    """Pause the page after a step that copied a block, and select a shared block."""
+    """Pause the dashboard after a step that copied a block, and select a shared block."""
     page.wait_for_selector("#line.live")
     page.select_option("#pace", "live")
     ask(page, "A crowd")
@@ -64,7 +65,7 @@ def pose(page: Any) -> None:
         if not page.evaluate("jpaged.player.waiting.length"):
             sys.exit("no block copy was seen: run the tool again")
         page.keyboard.press(".")
-        page.wait_for_timeout(300)  # until the page has drawn the step
+        page.wait_for_timeout(300)  # In 300 ms, the page draws the step.
     block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
     page.evaluate(f"jpaged.grid.select({block}, true)")
     page.wait_for_timeout(1500)
@@ -88,7 +89,7 @@ def main() -> None:
     size = args.out.stat().st_size
     print(f"{args.out}: {size:,} bytes")
     if size > MOST_BYTES:
-        sys.exit(f"{args.out} has {size:,} bytes, more than {MOST_BYTES:,}: reduce the viewport")
+        sys.exit(f"{args.out} has {size:,} bytes, over {MOST_BYTES:,}: use a smaller viewport")
 
 
 if __name__ == "__main__":

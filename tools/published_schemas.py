@@ -1,4 +1,4 @@
-"""Write `bench/published_schemas.json`: published schemas, adapted to what grammars enforce.
+"""Write `bench/published_schemas.json`: JSON schemas, changed so that grammars can enforce them.
 
     pip install check-jsonschema kubernetes-validate nbformat
     python -m tools.published_schemas
@@ -33,12 +33,19 @@ _GRAMMARS = GrammarCompiler(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.e
 
 FILE = Path(__file__).parent.parent / "bench" / "published_schemas.json"
 LENGTH, LONG, ITEMS, NUMBER = 12, 64, 2, 1000
-"""Bounds of unbounded strings, strings with a pattern or format, arrays and integers."""
+"""Bounds that the tool adds where a schema has none.
+
+The bounds are: length of a string, length of a string with a pattern or format, number of items of
+an array, and absolute value of an integer.
+"""
 
 INSTALL = "pip install check-jsonschema kubernetes-validate nbformat"
 
 ENTRIES = 1
-"""Bound of unbounded maps; with more entries, two generated names could be equal."""
+"""Maximum number of entries that the tool adds to unbounded maps.
+
+With more entries, a generated map could have the same name twice.
+"""
 
 KUBERNETES = [
     *("affinity-v1", "clusterrole-rbac-v1", "configmap-v1", "container-v1"),
@@ -67,7 +74,10 @@ def main() -> None:
 
 
 def _published() -> Iterator[tuple[str, tuple[str, Any, Any]]]:
-    """Yield (name, (source, schema, document)); the document resolves references."""
+    """Yield (name, (source, schema, document)) for each published schema.
+
+    `document` contains the definitions to which the schema refers.
+    """
     folder = _folder("kubernetes_validate") / "kubernetes-json-schema" / "v1.31.0-local"
     definitions = _read(folder / "_definitions.json")
     for name in KUBERNETES:
@@ -99,7 +109,7 @@ def _adapted(source: str, schema: Any, document: Any) -> dict[str, Any]:
 
 
 def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
-    """Adapt a schema and return its entry.
+    """Adapt a schema, and return the entry for the output file.
 
     Raises:
         GrammarError: a grammar cannot enforce the schema.
@@ -111,7 +121,7 @@ def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
 
 
 class _Adapting:
-    """Adapts the schemas of one document, and collects the definitions that they refer to."""
+    """Adapts the schemas of one document, and collects the definitions to which they refer."""
 
     def __init__(self, document: Any, *, excluding: bool):
         self._document, self._excluding = document, excluding
@@ -121,8 +131,8 @@ class _Adapting:
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
         """Return a schema that a grammar can enforce.
 
-        `is_part` says that the schema is an alternative of `anyOf` or a similar keyword. It then
-        gets no bounds, because the enclosing schema has them.
+        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Only its
+        strings get bounds then, because the enclosing schema gets the others.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}
@@ -165,10 +175,11 @@ class _Adapting:
         return value
 
     def _reference(self, pointer: str) -> str:
-        """Return a reference to the adapted definition; create the definition if missing."""
+        """Return a reference to the adapted definition; first adapt the definition if necessary."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
-            self.definitions[name] = {}  # ends the recursion of a schema that refers to itself
+            # The entry ends the recursion if the schema refers to itself.
+            self.definitions[name] = {}
             found = self._document
             for step in pointer.partition("#")[2].split("/")[1:]:
                 found = found[step.replace("~1", "/").replace("~0", "~")]
@@ -179,20 +190,20 @@ class _Adapting:
 _ANYTHING = {"type": "string", "maxLength": LENGTH}
 
 _NAME = f"^[A-Za-z0-9_.-]{{1,{LENGTH}}}$"
-"""Pattern of the names in maps."""
+"""Regular expression that the names in a map must match."""
 
 _MOVED = {"$defs", "definitions", "id", "$async"}
 
 
 def _kind_of(own: Mapping[str, Any]) -> str | None:
-    """Return the type that the keywords of an untyped schema imply, or None."""
+    """Return the type that the keywords of a schema without "type" imply, or None."""
     if own.keys() & {"properties", "required", "additionalProperties", "patternProperties"}:
         return "object"
     return "string" if own.keys() & {"pattern", "format", "minLength", "maxLength"} else None
 
 
 def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that bound a schema of the given types."""
+    """Return the keywords to add, so that values of the given types have bounds."""
     if "enum" in own or "const" in own:
         return {}
     found: dict[str, Any] = {}

@@ -46,21 +46,24 @@ from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 NUM_BLOCKS = 4096
-"""Size of the pool; the GEMMs do not depend on it."""
+"""Number of blocks of the pool. The GEMMs do not depend on this number."""
 
 _RESULTS = (".pb", ".textproto")
-"""Suffixes of XLA's autotuning files. Other files may be remains of a stopped process."""
+"""Suffixes of XLA's autotuning files. An interrupted process may leave other files behind."""
 
 
 def model_of(shape: str, form: str) -> ModelConfig:
-    """Return the config of the shape's model in one of `bench.common.FORMATS`."""
+    """Return the model configuration of a shape with a format (a key of `bench.common.FORMATS`)."""
     options = FORMATS[form]
     model = read_model_config(SHAPES[shape], options.get("quantization"))
     return replace(model, kv_cache_dtype=FP8_DTYPE) if "kv_cache_dtype" in options else model
 
 
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
-    """Return all programs that an engine of the shape compiles, without allocating arrays."""
+    """Return the recipes of all programs that an engine of the shape compiles.
+
+    The function allocates no arrays.
+    """
     model = model_of(shape, form)
     options: dict[str, Any] = AS_VLLM | FORMATS[form]
     config = EngineConfig(**options)
@@ -79,7 +82,7 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
-    """Return one program for each distinct set of GEMMs."""
+    """Return the recipe of one program for each distinct set of GEMMs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
         if recipe.gemm_key is not None:
@@ -88,7 +91,7 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return the row counts of the shape's GEMMs, by the digest of one device's weights."""
+    """Return {digest of the weights of one device: sorted numbers of rows of the GEMMs}."""
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)
@@ -99,14 +102,14 @@ def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[
 def measure(
     shape: str, cache: str, path: Path, record: GemmRecord, num_devices: int = 1, form: str = "bf16"
 ) -> GemmRecord:
-    """Let XLA measure the GEMMs one by one, then everything else in an engine's start.
+    """Let XLA measure the GEMMs one by one, then start an engine to measure everything else.
 
     Returns:
-        `record` with the new results, as written to `path`.
+        `record` with the new results added. The function also writes it to `path`.
     """
     begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices, form)
     for recipe in chosen:
-        # An engine also compiles exported programs at its start.
+        # Compile the exported program, as an engine does when it starts.
         recipe.compile(recipe.exported())
     quiet = time.perf_counter() - begin
     rows = {**record.rows, **rows_measured(shape, num_devices, form)}
@@ -127,7 +130,7 @@ def measure(
 
 
 def results(cache: Path) -> dict[str, bytes]:
-    """Return XLA's autotuning files in a compilation cache, by relative path."""
+    """Return {relative path: content} of XLA's autotuning files in a compilation cache."""
     folder = autotuning_folder(cache)
     files = sorted(
         file

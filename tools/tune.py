@@ -3,11 +3,11 @@
     python -m tools.tune                        sweep every op and print the results
     python -m tools.tune --op decode --write    also write pallas_kernels/tuned/<device kind>.json
 
-A candidate is a possible entry of that table. It overrides fields of the heuristic's choice for an
-op, head size and item size, for all batches. A candidate must give the reference's results on small
-inputs. It must be faster by `MIN_GAIN` in the geometric mean of all cases, and at most `MAX_LOSS`
-slower in any case. If no candidate qualifies, the entry is empty and the heuristic decides. The
-server only reads the table; it tunes nothing.
+A candidate is a possible entry of that table. For one op, head size and item size, it replaces
+fields of the launch parameters that the heuristic chooses, for all batches. On small inputs, a
+candidate must give the results of the reference. It must be faster by `MIN_GAIN` in the geometric
+mean of all cases, and at most `MAX_LOSS` slower in any case. If no candidate qualifies, the entry
+is empty and the heuristic decides. The server only reads the table, and never tunes.
 """
 
 import argparse
@@ -26,18 +26,18 @@ from tools.tune_programs import Override
 from tools.tune_sweep import Outcome, sweep
 
 TABLES = Path(tuning.__file__).parent / "tuned"
-SWEPT = "swept"  # key of the notes about the sweeps, which no code reads
+SWEPT = "swept"  # A table has notes about the sweeps under this key. No code reads the notes.
 
 
 def candidates(op: Op) -> list[Override]:
-    """Return every combination of the op's fields."""
+    """Return every combination of the values that the op's launch parameters may have."""
     return [
         dict(zip(op.grid, values, strict=True)) for values in itertools.product(*op.grid.values())
     ]
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the fastest eligible candidate, or None."""
+    """Return the outcome of the fastest eligible candidate, or None if there is none."""
     eligible = [outcome for outcome in outcomes if outcome.eligible]
     return min(eligible, key=lambda outcome: outcome.mean) if eligible else None
 
@@ -75,7 +75,7 @@ def write(path: Path, table: dict) -> None:
 
 
 def report(op: Op, outcomes: list[Outcome], top: int = 10) -> None:
-    """Print the fastest candidates, the rejected ones and the choice."""
+    """Print the `top` fastest candidates, the rejected candidates and the chosen one."""
     rejected = [outcome for outcome in outcomes if outcome.rejected]
     print(f"{op.name}: {len(outcomes)} distinct candidates, {len(rejected)} rejected")
     for outcome in sorted(outcomes, key=lambda o: o.mean)[:top]:
@@ -104,7 +104,8 @@ def main() -> None:
         op = OPS[name](args.head_size, args.dtype)
         outcomes = sweep(op, candidates(op), backend)
         report(op, outcomes)
-        if args.write and outcomes:  # empty if the op has no parameters here
+        # There are no outcomes if the op has no parameters on this device.
+        if args.write and outcomes:
             table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
             write(path, merge(table, op, outcomes, datetime.date.today()))
             print(path)

@@ -1,6 +1,6 @@
 """The ops that `tools.tune` sweeps: fields, cases to time, and small cases to check.
 
-A case has a state, which the op updates in place (pools), and arguments. All values are random.
+A case has a state (the pools), which the op updates in place, and arguments. All values are random.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +29,13 @@ Made = tuple[Any, tuple]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of an op.
+    """An op with inputs of one size.
 
     Attributes:
-        make: Function from a seed to (state, arguments).
-        run: Function from (state, *arguments, backend=) to (state, results).
-        reference: Function from (state, *arguments) to the expected value of `shown`.
-        shown: Function from the result of `run` to the list of arrays to compare.
+        make: Function that takes a seed and returns (state, arguments).
+        run: Function that takes (state, *arguments, backend=) and returns (new state, results).
+        reference: Function that takes (state, *arguments) and returns what `shown` should return.
+        shown: Function that takes the result of `run`, and returns the list of arrays to compare.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """An op as `pallas_kernels.tuning` knows it, with the fields to sweep."""
+    """An op with an entry in the tables of `pallas_kernels.tuning`, and the fields to sweep."""
 
     name: str
     head_size: int
@@ -65,9 +65,9 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax
 def _attention_inputs(
     batch: int, context: int, tokens: int, heads: tuple[int, int], head_size: int, dtype: str
 ) -> Callable[[int], Made]:
-    """Return `make` for `batch` sequences with `tokens` new tokens after `context` cached ones.
+    """Return the function `make` of a case: `batch` sequences with `context` cached tokens each.
 
-    `tokens` is 0 for a decode step.
+    Each sequence also has `tokens` new tokens; 0 means a decode step.
     """
     seq_len = context + tokens
     width = -(-seq_len // BLOCK_SIZE)
@@ -216,7 +216,7 @@ def _norms_of(weights: tuple[jax.Array, ...]) -> HeadNorms | None:
 
 
 def rope_write(head_size: int, dtype: str) -> Op:
-    """Return the op that rotates queries and keys, with optional norms, and stores K and V."""
+    """Return the op that normalizes and rotates queries and keys, and stores keys and values."""
     case = partial(_rope_case, size=head_size, dtype=dtype)
     grid = {"tile_rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
     cases = [case(f"{n} tokens", n, (32, 8)) for n in (8, 64, 8192)]

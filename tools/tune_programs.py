@@ -14,21 +14,21 @@ from jax.stages import Compiled, Lowered
 from pallas_kernels import Backend, tuning
 from tools.tune_cases import Case, Op
 
-CACHE_BYTES = 256 << 20  # several times the L2 of any GPU
+CACHE_BYTES = 256 << 20  # `CACHE_BYTES` is several times the L2 cache of any GPU.
 MIN_CALLS, MAX_CALLS = 4, 16
-BLOCK_SECONDS = 0.03  # of launches between two synchronizations
+BLOCK_SECONDS = 0.03  # The launches between two synchronizations take `BLOCK_SECONDS` seconds.
 
 Override = Mapping[str, int]
 
 
 @contextmanager
 def using(op: Op, override: Override) -> Iterator[list]:
-    """Apply `override` to the op's launch parameters, as if the table had this entry.
+    """While the context lasts, change the op's launch parameters as if the table had `override`.
 
-    The override applies to the whole process, so candidates cannot be traced concurrently.
+    The override applies to the whole process, so only one candidate can be traced at a time.
 
     Yields:
-        A list that collects the configs chosen for the op; empty if the traced code needs none.
+        A list to which each configuration that is chosen for the op is appended.
     """
     original, chosen = tuning.apply_tuned_config, []
 
@@ -53,7 +53,7 @@ def shapes_of(case: Case) -> Any:
 def num_calls(case: Case) -> int:
     """Return the number of calls in a timed program, each with a different state.
 
-    The states together exceed the device's cache, and the calls take longer than a launch.
+    The states together exceed the device's cache, and the calls together take longer than a launch.
     """
     leaves = jax.tree.leaves(shapes_of(case))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -61,14 +61,16 @@ def num_calls(case: Case) -> int:
 
 
 def lower_loop(case: Case, backend: Backend) -> Lowered:
-    """Lower the timed program: (states, inputs) to (states, results), with the states donated.
+    """Lower the program to time, which runs the case several times.
 
-    All calls have different operands, because XLA would merge equal calls.
+    The program takes (states, inputs) and returns (states, results); the states are donated. Each
+    call has other operands, because XLA would merge equal calls.
     """
     state, arguments = shapes_of(case)
     count = num_calls(case)
 
-    @jax.jit  # traced and lowered once for all calls; XLA inlines it
+    # The jit lets JAX trace and lower the function once for all calls. XLA inlines the calls.
+    @jax.jit
     def run(state, arguments):
         return case.run(state, *arguments, backend=backend)
 
@@ -80,7 +82,7 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
 
 
 def lower_call(case: Case, backend: Backend) -> Lowered:
-    """Lower the checked program: `case.run` without donation."""
+    """Lower the program to check: one call of `case.run`, without donation."""
     state, arguments = shapes_of(case)
 
     def call(state, *arguments):
@@ -92,15 +94,17 @@ def lower_call(case: Case, backend: Backend) -> Lowered:
 def compile_all(
     lowered: Mapping[str, Lowered], num_threads: int
 ) -> tuple[dict[str, Compiled], dict[str, Exception]]:
-    """Compile programs on several threads; XLA releases Python's GIL.
+    """Compile programs on several threads, which works because XLA releases Python's GIL.
 
-    Returns the compiled programs, and the exceptions of the programs that failed to compile.
+    Returns:
+        The compiled programs; and the exceptions of the programs that failed to compile.
     """
 
     def attempt(one: Lowered) -> Compiled | Exception:
         try:
             return one.compile()
-        except Exception as error:  # too much shared memory, or an error of Triton
+        # The program may need too much shared memory, or Triton may fail.
+        except Exception as error:
             return error
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -112,7 +116,7 @@ def compile_all(
 
 @dataclasses.dataclass
 class Inputs:
-    """States and arguments of a case; its programs consume the states and return new ones."""
+    """States and arguments for the programs of a case; a program consumes and replaces states."""
 
     states: list
     arguments: list
@@ -123,7 +127,7 @@ class Inputs:
         return cls([state for state, _ in made], [arguments for _, arguments in made])
 
     def run(self, program: Callable, launches: int) -> float:
-        """Return the seconds per launch of `launches` launches back to back."""
+        """Launch the program `launches` times, then wait; return the seconds per launch."""
         start, results = time.perf_counter(), None
         for _ in range(launches):
             self.states, results = program(self.states, self.arguments)
@@ -132,7 +136,7 @@ class Inputs:
 
 
 def seconds_a_call(program: Callable, inputs: Inputs, repeats: int = 5) -> float:
-    """Return the median seconds of a call in a program of `lower_loop`."""
+    """Return the median seconds of one call of the case, in a program from `lower_loop`."""
     inputs.run(program, 1)
     launches = max(1, round(BLOCK_SECONDS / inputs.run(program, 3)))
     taken = [inputs.run(program, launches) for _ in range(repeats)]

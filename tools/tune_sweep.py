@@ -39,10 +39,12 @@ Clock = Callable[[Callable, Inputs], float]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a candidate.
+    """Result of sweeping a candidate.
 
     Attributes:
-        ratios: The candidate's time divided by the heuristic's, by case; empty if rejected.
+        override: The fields that the candidate replaces.
+        ratios: (time of the candidate / time of the heuristic), by case; empty if the candidate was
+            rejected.
         rejected: The reason of the rejection, or an empty string.
     """
 
@@ -65,7 +67,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate or the heuristic, with the key of its program for each case and check."""
+    """A candidate or the heuristic, and the key of the program to run for each case and check."""
 
     override: Override
     programs: dict[Case, str] = dataclasses.field(default_factory=dict)
@@ -80,13 +82,13 @@ def sweep(
         op: The op to tune.
         tried: The candidates.
         backend: The backend of the op.
-        clock: Function that returns the seconds of a call in a compiled program.
+        clock: Function that takes a compiled program and inputs, and returns the seconds of a call.
 
     Returns:
-        An outcome for each candidate with distinct programs.
+        An outcome for each candidate, without candidates that have the same programs as others.
 
     Raises:
-        RuntimeError: the heuristic's programs fail.
+        RuntimeError: the programs of the heuristic fail.
     """
     work = Sweep(op, tried, backend, clock)
     for phase in (work.lower, work.compile, work.check, work.time):
@@ -94,19 +96,19 @@ def sweep(
         phase()
         print(f"{op.name}: {phase.__name__} {time.perf_counter() - start:.1f} s", flush=True)
         if why := work.fault(work.heuristic):
-            raise RuntimeError(f"{op.name}: the heuristic's own programs fail: {why}")
+            raise RuntimeError(f"{op.name}: the programs of the heuristic fail: {why}")
         if not work.candidates:
             break
     return work.outcomes()
 
 
 class Sweep:
-    """An op's sweep, phase by phase.
+    """The phases of the sweep of an op.
 
     Attributes:
-        heuristic: The baseline of the ratios.
-        candidates: The candidates; after `lower`, only those with distinct programs.
-        faults: Error messages of failed programs, by key.
+        heuristic: The heuristic's choice, with which the candidates are compared.
+        candidates: The candidates. `lower` removes those with the same programs as others.
+        faults: Error messages of failed programs, by the key of the program.
     """
 
     def __init__(self, op: Op, tried: Iterable[Override], backend: Backend, clock: Clock) -> None:
@@ -119,7 +121,7 @@ class Sweep:
         self._seconds: dict[str, float] = {}
 
     def fault(self, trial: Trial) -> str:
-        """Return the error of a trial's programs, or an empty string."""
+        """Return the first error of a trial's programs, or an empty string."""
         faults = (self.faults.get(key, "") for key in trial.programs.values())
         return next(filter(None, faults), "")
 
@@ -140,7 +142,7 @@ class Sweep:
         self.faults |= {key: _reason(error) for key, error in refused.items()}
 
     def check(self) -> None:
-        """Compare each program with the reference."""
+        """Compare the results of each program with the reference, on the small inputs."""
         for case in self.op.checks:
             state, arguments = case.make(0)
             expected = case.reference(state, *arguments)
@@ -152,7 +154,7 @@ class Sweep:
                     self.faults[key] = _reason(error)
 
     def time(self) -> None:
-        """Time the cases one after the other, so that only one case's inputs need memory."""
+        """Time one case after another, so that only the inputs of one case need memory."""
         for case in self.op.cases:
             self._time_case(case)
 
@@ -169,18 +171,23 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # An entry replaces fields of the heuristic's configs, so no tracing is needed here.
+            # A candidate replaces fields of the heuristic's configurations, so its configurations
+            # are known without tracing.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
                 known[planned], _ = self._lower_one(case, build, trial.override)
             trial.programs[case] = known[planned]
 
     def _lower_one(self, case, build, override: Override) -> tuple[str, tuple]:
-        """Lower a program; return its key and the configs chosen for the op."""
+        """Lower a program with an override.
+
+        Returns:
+            The key of the program, and the configurations chosen for the op.
+        """
         try:
             with using(self.op, override) as plan:
                 lowered = build(case, self.backend)
-        except Exception as error:  # an unsupported tile size
+        except Exception as error:  # The op may not support a tile size of the candidate.
             key = f"{case.name} with {dict(override)}"
             self.faults[key] = _reason(error)
             return key, ()
@@ -189,7 +196,10 @@ class Sweep:
         return key, tuple(plan)
 
     def _programs(self, case: Case) -> list[str]:
-        """Return the keys of a case's programs, the heuristic's first, without rejected trials."""
+        """Return the distinct keys of a case's programs, without the programs of failed trials.
+
+        The heuristic's program comes first.
+        """
         trials = [t for t in (self.heuristic, *self.candidates) if not self.fault(t)]
         return [*dict.fromkeys(trial.programs[case] for trial in trials)]
 
@@ -203,7 +213,7 @@ class Sweep:
                 seconds = self.clock(self._compiled[key], inputs)
             except Exception as error:
                 self.faults[key] = _reason(error)
-                inputs = Inputs.of(case)  # the failed program consumed the states
+                inputs = Inputs.of(case)  # The failed program has consumed the states.
             else:
                 self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 
@@ -216,7 +226,7 @@ class Sweep:
 
 
 def compare_results(case: str, given: list, expected: list, tolerance: float) -> None:
-    """Raise ValueError unless all values agree within `tolerance`, absolute or relative."""
+    """Raise ValueError unless all values agree within an absolute or relative `tolerance`."""
     for one, other in zip(given, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         worst = float(np.max(np.abs(one - other) / (1 + np.abs(other)), initial=0.0))

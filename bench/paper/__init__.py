@@ -1,1 +1,1 @@
-"""The paper's evaluation: `python -m bench.paper --figure N`."""
+"""The figures of the PagedAttention paper, made with jpaged: `python -m bench.paper --figure N`."""

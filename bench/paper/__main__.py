@@ -1,16 +1,17 @@
-"""The paper's evaluation, with the baselines that it built.
+"""Repeat the evaluation of the PagedAttention paper, with the same baseline systems.
 
     python -m bench.paper --figure 12               one figure, simulated on a CPU
-    python -m bench.paper --figure all --quick      all of them at a tiny size, to see that they run
+    python -m bench.paper --figure all --quick      all figures at a tiny size, as a smoke test
     python -m bench.paper --figure 13 --device      the real engine, on this machine's GPU
 
-Each figure prints a table (the paper's value, ours, their ratio) and writes JSON and a picture.
+For each figure, the script prints a table (the paper's value, jpaged's value, their ratio) and
+writes JSON and a picture.
 
---simulate runs the real scheduler, block manager and allocators over a device model of step times,
-fitted to steps recorded on a GPU (`python -m bench.paper.device_model` shows the fit). --device
-replays shorter traces in real time on the engine with OPT-13B's shape and random weights, its KV
-memory limited to the paper's 15.7 K slots. `bench/paper/measures.py` defines what is measured,
-`bench/paper/traces.py` the requests.
+--simulate runs the real scheduler, block manager and allocators; a device model gives the times of
+steps. The device model is fitted to steps recorded on a GPU (`python -m bench.paper.device_model`
+shows the fit). --device serves shorter traces in real time by the engine, with OPT-13B's shape,
+random weights, and the paper's 15.7 K slots of KV memory. `bench/paper/measures.py` defines the
+measured quantities, `bench/paper/traces.py` the requests.
 """
 
 import argparse
@@ -49,7 +50,10 @@ FIGURES = {
     "19b": "figures_ablation:figure_19b",
 }
 AGREEMENTS = ("agreement", "knees_sharegpt", "knees_alpaca")
-"""Not the paper's: whether simulation and engine agree. Only with --device, and not in `all`."""
+"""Figures that the paper does not have: they compare the simulation with the engine.
+
+They need --device, and `--figure all` leaves them out.
+"""
 
 QUICK = {
     "seconds": 2.0,
@@ -60,12 +64,12 @@ QUICK = {
     "tolerance": 0.5,
     "fractions": (0.5, 2.0),
 }
-QUICK_NOTE = "a quick run, to see that it runs: sizes are tiny and the numbers mean nothing"
+QUICK_NOTE = "a quick run, as a smoke test: sizes are tiny and the numbers mean nothing"
 DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05, "fractions": (0.5,)}
 
 
 def make(number: str, settings: Settings) -> Figure:
-    """Return the figure with this number."""
+    """Run the measurements of a figure, and return the figure."""
     place = f"figures_serving:{number}" if number in AGREEMENTS else FIGURES[number]
     module, function = place.split(":")
     maker: Callable[[Settings], Figure] = getattr(import_module(f"bench.paper.{module}"), function)
@@ -79,14 +83,17 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="N",
-        help=f"all, or of {', '.join(FIGURES)}; with --device also {', '.join(AGREEMENTS)}",
+        help=f"figures to make: all, or some of {', '.join(FIGURES)}; with --device also "
+        f"{', '.join(AGREEMENTS)}",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--simulate", action="store_true", help="a device model (default)")
-    how.add_argument("--device", action="store_true", help="the engine on this machine's device")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
-    parser.add_argument("--seconds", type=_positive, help="length of a trace (3600, device 120)")
-    parser.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="of the traces")
+    how.add_argument("--simulate", action="store_true", help="use a device model (default)")
+    how.add_argument("--device", action="store_true", help="use the engine on this machine's GPU")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, as a smoke test")
+    parser.add_argument(
+        "--seconds", type=_positive, help="length of a trace in seconds (3600; with --device 120)"
+    )
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="seeds of the traces")
     parser.add_argument(
         "--models", nargs="+", choices=[*SERVERS], help="sizes of OPT in figure 12 (all)"
     )
@@ -94,22 +101,22 @@ def build_parser() -> argparse.ArgumentParser:
         "--lengths", nargs="+", choices=[*traces.MEAN_LENGTHS], help="datasets in figure 12 (both)"
     )
     parser.add_argument(
-        "--tolerance", type=_share, help="of the sustained rates (0.03, device 0.05)"
+        "--tolerance", type=_share, help="relative error of sustained rates (0.03; --device 0.05)"
     )
     parser.add_argument(
         "--keep", type=Path, metavar="FILE",
-        help="with --device: keep each sustained rate that was found there, and go on from it",
+        help="with --device: store each sustained rate in this file, and reuse the stored rates",
     )  # fmt: skip
-    parser.add_argument("--processes", type=_count, help="runs at a time (the machine's cores)")
+    parser.add_argument("--processes", type=_count, help="concurrent simulations (number of cores)")
     for name in traces.MEAN_LENGTHS:
         parser.add_argument(
-            f"--{name}", metavar="FILE", help=f"JSON lines with lengths in place of {name}'s"
+            f"--{name}", metavar="FILE", help=f"JSON lines with lengths that replace {name}'s"
         )
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
-        help="of JSON and pictures (bench/results and docs/paper; with --quick a new folder)",
+        help="folder of JSON and pictures (bench/results and docs/paper; --quick: a new folder)",
     )  # fmt: skip
-    parser.add_argument("--no-pictures", action="store_true", help="tables and JSON only")
+    parser.add_argument("--no-pictures", action="store_true", help="write only tables and JSON")
     return parser
 
 
@@ -122,7 +129,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     unknown = [number for number in args.figure if number not in (*FIGURES, "all", *AGREEMENTS)]
     if unknown:
         known = ", ".join(("all", *FIGURES))
-        raise ValueError(f"--figure {' '.join(unknown)}: not a figure; give of {known}")
+        raise ValueError(f"--figure {' '.join(unknown)}: unknown figure; pass some of {known}")
     comparing = [number for number in args.figure if number in AGREEMENTS]
     if comparing and not args.device:
         raise ValueError(
@@ -136,7 +143,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--keep {args.keep} needs rates measured on a device: add --device")
     if args.keep is not None and not args.keep.parent.is_dir():
         raise ValueError(
-            f"--keep {args.keep}: there is no folder {args.keep.parent}; make it first"
+            f"--keep {args.keep}: there is no folder {args.keep.parent}; create it first"
         )
     files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
     given = {name: path for name, path in files.items() if path is not None}
@@ -187,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _fit_facts() -> dict[str, Any]:
-    """Return the data that the device model was fitted to, and its errors."""
+    """Return a record of the device model: the files it was fitted to, coefficients and errors."""
     found = fit()
     worst = max(found.points, key=lambda point: abs(point.error))
     return {
@@ -229,7 +236,7 @@ def _seeds(text: str) -> tuple[int, ...]:
         seeds = (-1,)
     if min(seeds) < 0:
         raise argparse.ArgumentTypeError(
-            f"must be integers of at least 0 with commas between, not {text!r}"
+            f"must be integers of at least 0, separated by commas, not {text!r}"
         )
     return seeds
 

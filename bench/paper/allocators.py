@@ -1,21 +1,22 @@
-"""The allocators that the PagedAttention paper compares with, each in the block manager's role.
+"""Block managers that allocate KV memory as the systems in the PagedAttention paper do.
 
-Section 6.1: Orca reserves a contiguous range of slots for a request when it joins the batch, found
-by a buddy allocator, and the range is as long as
+Section 6.1: when a request joins the batch, Orca reserves a contiguous range of slots for it. A
+buddy allocator finds the range. The length of the range is
 
-    Orca (Max)     the model's longest sequence
-    Orca (Pow2)    the prompt and the output's length, rounded up to a power of two
-    Orca (Oracle)  the prompt and the output's true length
+    Orca (Max)     the maximum length of a sequence of the model
+    Orca (Pow2)    the length of the prompt, plus that of the output rounded up to a power of two
+    Orca (Oracle)  the length of the prompt, plus the true length of the output
 
-A FasterTransformer-like server reserves as Orca (Max) does, and admits no request until the whole
-batch has ended; a request that ends earlier keeps its range until then.
+A FasterTransformer-like server reserves the same range as Orca (Max). It admits requests only when
+the whole batch has ended; a request that ends earlier keeps its range until then.
 
-Each is a `BlockManager`, so that scheduler, engine and kernels are the same for all: a range is a
-run of consecutive block ids, and a block table holds as many of them as computed tokens fill. The
-output's true length is the request's `max_tokens`: end tokens are ignored in these comparisons.
+Each class is a `BlockManager`, so that scheduler, engine and kernels are the same for all systems.
+A range consists of consecutive block ids, and a block table holds as many of these ids as the
+computed tokens fill. The true length of an output is the request's `max_tokens`, because these
+comparisons ignore end tokens.
 
-Nothing is shared in contiguous ranges: a request has one sequence, and samples or beams are
-requests of their own. They have no prefix cache and no swapping.
+Contiguous ranges cannot share blocks. A request therefore has one sequence, and each sample or beam
+is a separate request. There is no prefix cache and no swapping.
 """
 
 from collections.abc import Collection, Iterable
@@ -30,11 +31,11 @@ from jpaged.observe.pool_report import MemoryReport
 
 
 class BuddyAllocator:
-    """Allocator of ranges of 1, 2, 4 ... blocks; a range starts at a multiple of its length.
+    """Allocator of ranges of 1, 2, 4, 8, ... blocks. A range starts at a multiple of its length.
 
-    A range is split in halves until the half would be too short. A freed range is joined with its
-    other half (its buddy) if both are free. Of the free ranges with the same length, the allocator
-    takes the range with the lowest start.
+    To allocate, the allocator splits a free range in halves as long as a half is long enough. If
+    both halves of a range (buddies) are free, it joins them. Among free ranges of equal length, it
+    takes the one with the lowest start.
     """
 
     def __init__(self, size: int):
@@ -50,7 +51,7 @@ class BuddyAllocator:
 
     @property
     def longest(self) -> int:
-        """Length of the longest range in an empty pool of `size` blocks."""
+        """Number of blocks of the longest range while nothing is allocated."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -65,7 +66,7 @@ class BuddyAllocator:
         )
 
     def fits(self, length: int) -> bool:
-        """Whether a range of `length` blocks, rounded up to a power of two, is free."""
+        """Return whether a range of `length` blocks, rounded up to a power of two, is free."""
         return any(self._free[_order_of(length) :])
 
     def allocate(self, length: int) -> int:
@@ -102,15 +103,15 @@ def _order_of(length: int) -> int:
 
 @dataclass(slots=True)
 class Reservation:
-    """Memory that a request holds from joining the batch until it leaves.
+    """The range of blocks that a request holds while it is part of the batch.
 
     Attributes:
         sequence: The only sequence of the request.
-        first_block: Id of the range's first block.
-        num_blocks: Blocks that hold `num_slots`; the buddy allocator rounds them up.
-        num_slots: Tokens that were reserved.
-        has_ended: Whether the sequence has freed its blocks. The range stays reserved while other
-            sequences use blocks in it.
+        first_block: Id of the first block of the range.
+        num_blocks: Number of blocks for `num_slots`. The buddy allocator rounds the number up.
+        num_slots: Number of tokens for which memory is reserved.
+        has_ended: Whether the sequence has ended. `RequestLevel` keeps the range until all
+            sequences of the batch have ended.
     """
 
     sequence: Sequence
@@ -121,7 +122,7 @@ class Reservation:
 
     @property
     def num_rounded_blocks(self) -> int:
-        """Number of blocks in the range."""
+        """Number of blocks in the range, after the buddy allocator has rounded it up."""
         return 1 << _order_of(self.num_blocks)
 
 
@@ -132,7 +133,7 @@ class OrcaMax(BlockManager):
         super().__init__(num_blocks, block_size)
         self.max_model_len = max_model_len
         self.ranges = BuddyAllocator(num_blocks - 1)
-        self.reservations: dict[int, Reservation] = {}  # by the sequence's id
+        self.reservations: dict[int, Reservation] = {}  # keys are sequence ids
         most = self.num_blocks_for(max_model_len)
         if 1 << _order_of(most) > self.ranges.longest:
             raise ValueError(
@@ -145,7 +146,7 @@ class OrcaMax(BlockManager):
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether the request has a range, or a range for it is free."""
+        """Return whether the request already has a range, or a long enough range is free."""
         if first.seq_id in self.reservations:
             return True
         return self.ranges.fits(self.num_blocks_for(self.num_reserved_slots(first.request)))
@@ -159,8 +160,8 @@ class OrcaMax(BlockManager):
         request = first.request
         if request.num_rows > 1 or prefix:
             raise ValueError(
-                f"request {request.request_id!r} has {request.num_rows} sequences, and a "
-                "contiguous allocator shares nothing: make each a request of its own"
+                f"request {request.request_id!r} has {request.num_rows} sequences or a cached "
+                "prefix, but contiguous ranges cannot share blocks: make each sequence a request"
             )
         num_slots = self.num_reserved_slots(request)
         num_blocks = self.num_blocks_for(num_slots)
@@ -168,7 +169,7 @@ class OrcaMax(BlockManager):
         self.reservations[first.seq_id] = Reservation(first, first_block, num_blocks, num_slots)
 
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
-        """Return the next blocks of the sequence's range.
+        """Append blocks of the sequence's range to the block table, for `num_tokens` more tokens.
 
         Raises:
             OutOfBlocksError: the range is too short.
@@ -197,23 +198,23 @@ class OrcaMax(BlockManager):
         self.ranges.free(held.first_block - 1, held.num_blocks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Raise ValueError: contiguous systems share no blocks."""
-        raise ValueError("a contiguous allocator shares nothing between sequences")
+        """Raise ValueError, because contiguous ranges cannot share blocks."""
+        raise ValueError("contiguous ranges cannot share blocks between sequences")
 
     def assign_blocks(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
-        """Raise ValueError: contiguous systems swap no blocks."""
-        raise ValueError("a contiguous allocator gives ranges, not single blocks")
+        """Raise ValueError, because contiguous systems do not swap blocks."""
+        raise ValueError("contiguous systems do not swap: single blocks cannot be assigned")
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Also check that ranges cover each block once and contain their block tables."""
+        """Check the ranges too: they cover each block once, and contain the block tables."""
         sequences = list(sequences)
         super().check_integrity(sequences)
         taken = [(r.first_block - 1, r.num_rounded_blocks) for r in self.reservations.values()]
         place = 0
         for start, length in sorted(taken + self.ranges.free_ranges()):
-            require(start == place, f"ranges overlap, or one is lost, at block {place + 1}")
+            require(start == place, f"ranges overlap or have a gap at block {place + 1}")
             require(start % length == 0, f"the range at block {start + 1} is not aligned")
             place += length
         require(place == self.ranges.size, f"ranges cover {place} of {self.ranges.size} blocks")
@@ -223,16 +224,17 @@ class OrcaMax(BlockManager):
                 own = range(held.first_block, held.first_block + held.num_blocks)
                 table = sequence.block_table
                 is_own = table == list(own[: len(table)])
-                require(is_own, f"sequence {sequence.seq_id} holds {table} outside {own}")
+                require(is_own, f"sequence {sequence.seq_id} has blocks {table} outside {own}")
         holders = {s.seq_id for s in sequences if s.block_table}
         idle = {i for i, held in self.reservations.items() if not held.has_ended} - holders
-        require(not idle, f"sequences {sorted(idle)} have ranges and no blocks")
+        require(not idle, f"sequences {sorted(idle)} have a range but no blocks")
 
 
 class OrcaPow2(OrcaMax):
-    """Orca (Pow2): a request reserves its prompt length and its rounded output length.
+    """Orca (Pow2): a request reserves slots for its prompt and for its rounded output length.
 
-    The output length is rounded up to a power of two. The maximum reservation is `max_model_len`.
+    The output length is rounded up to a power of two. A request reserves at most `max_model_len`
+    slots.
     """
 
     def num_reserved_slots(self, request: Request) -> int:
@@ -243,7 +245,7 @@ class OrcaPow2(OrcaMax):
 
 
 class OrcaOracle(OrcaMax):
-    """Orca (Oracle): a request reserves its prompt length plus its true output length."""
+    """Orca (Oracle): a request reserves slots for its prompt and for its true output length."""
 
     def num_reserved_slots(self, request: Request) -> int:
         """Return the prompt length plus the true output length."""
@@ -253,20 +255,21 @@ class OrcaOracle(OrcaMax):
 class RequestLevel(OrcaMax):
     """A FasterTransformer-like server: it runs one batch of requests after another.
 
-    When all requests of a batch have ended, the next batch takes as many waiting requests as
-    reservations of `max_model_len` fit. Prompts may take several steps. The batch closes when all
-    of its sequences decode. A request that ends keeps its range until the batch ends.
+    When all requests of a batch have ended, the next batch admits waiting requests while ranges of
+    `max_model_len` slots are free. The prompts of a batch may take several steps. When all
+    sequences of the batch decode, no more requests join. A request that ends keeps its range until
+    the batch ends.
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Whether the batch is still open and has room."""
+        """Return whether requests may still join the batch, and a range is free."""
         if first.seq_id in self.reservations:
             return True
         is_closed = bool(self.reservations) and all(map(_has_begun, self.reservations.values()))
         return not is_closed and super().can_admit(first, num_blocks)
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks. Free all ranges when the last sequence of the batch has ended."""
+        """Free the sequence's blocks. If it is the last sequence of the batch, free all ranges."""
         BlockManager.free(self, sequence)
         if sequence.seq_id in self.reservations:
             self.reservations[sequence.seq_id].has_ended = True
@@ -292,7 +295,7 @@ _RESERVING: dict[str, type[OrcaMax]] = {
 def make_manager(
     system: str, num_blocks: int, block_size: int, max_model_len: int, *, prefix_caching: bool
 ) -> BlockManager:
-    """Return the block manager of one of `SYSTEMS`; `num_blocks` counts the null block.
+    """Return the block manager of one of `SYSTEMS`; `num_blocks` includes the null block.
 
     Raises:
         ValueError: the system is unknown or has no prefix cache, or `max_model_len` tokens exceed
@@ -302,22 +305,22 @@ def make_manager(
         cache = PrefixCache(block_size) if prefix_caching else None
         return BlockManager(num_blocks, block_size, cache)
     if system not in _RESERVING:
-        raise ValueError(f"system {system!r} is unknown: give one of {', '.join(SYSTEMS)}")
+        raise ValueError(f"system {system!r} is unknown: pass one of {', '.join(SYSTEMS)}")
     if prefix_caching:
         raise ValueError(f"system {system!r} has no prefix cache: leave prefix_caching off")
     return _RESERVING[system](num_blocks, block_size, max_model_len)
 
 
 class TokenStates(NamedTuple):
-    """Number of KV slots in each state of the paper's section 3.1. The sum is the number of slots.
+    """Number of KV slots in each state, as section 3.1 of the paper defines the states.
 
     Attributes:
         tokens: Slots with the KV of a token.
-        reserved: Empty slots that their requests will fill.
-        internal: Held slots that are never filled: the reservation is too long, or the last block
-            is partly empty.
-        external: Slots that the buddy allocator adds to a reservation, and free slots in which a
-            waiting request does not fit.
+        reserved: Empty slots that the requests which hold them will fill.
+        internal: Held slots that are never filled, because the reservation is too long, or because
+            the last block is partly empty.
+        external: Slots by which the buddy allocator rounds up a range, and free slots that are too
+            few for a waiting request.
         free: Free slots while no request waits for memory.
     """
 
@@ -329,11 +332,11 @@ class TokenStates(NamedTuple):
 
 
 def token_states(manager: BlockManager, report: MemoryReport, *, is_full: bool) -> TokenStates:
-    """Return the present use of the pool's slots.
+    """Return how many slots of the pool are in each state now.
 
     `report` comes from the scheduler. `is_full` is whether a request waits for memory.
 
-    A sequence's last token is never fed back, so slots are reserved up to the token before it.
+    The KV of a sequence's last token is never computed, so that token needs no slot.
     """
     if not isinstance(manager, OrcaMax):
         unused = report.num_free_slots + report.num_cached_slots

@@ -1,30 +1,31 @@
-"""How long a step takes: a model fitted to recorded GPU steps.
+"""A model of the time of a step, fitted to steps recorded on a GPU.
 
-A step of N rows (tokens, padded as the engine pads them) in L layers takes, in seconds,
+The seconds of a step of N rows (tokens, padded to the engine's buckets) in L layers are the sum of
 
-    step + L layer                                   launching it, and each layer's small kernels
-    + join(weight bytes / bandwidth, 2 weights N / rate)    GEMMs of the layers, and of the head
-    + keys' and values' bytes / kv_bandwidth         what rows of one token read
-    + 4 L heads head_size pairs / prefill_rate       attention of longer rows, by (query, key) pairs
-    + L N hidden element                             norms, activations, writes: all but GEMMs
-    + L mixed                                        where rows of both kinds are in one step
+    step + L layer                                   launching the step; small kernels of each layer
+    join(weight bytes / bandwidth, 2 weights N / rate)      GEMMs of the layers, and of the head
+    bytes of keys and values / kv_bandwidth          attention of sequences with one new token
+    4 L heads head_size pairs / prefill_rate         attention of the other sequences, by the number
+                                                     of (query, key) pairs
+    L N hidden element                               norms, activations, writes: all but GEMMs
+    L mixed                                          if the step has sequences of both kinds
 
-with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
-coefficients are fitted by least squares of the logarithm of modelled over recorded time, so that
-each point counts by its relative error. Two more coefficients give the time of a transfer between
-device and host: `swap + bytes / swap_bandwidth`. All coefficients are for blocks of 16 slots. For
-other recorded block sizes, `kv_slowdown` is the median factor by which reading keys and values
-takes longer. For block sizes that were not recorded the factor is 1.
+Here join(a, b) = (a^p + b^p)^(1/p), which is close to the larger of a and b if one is much larger.
+The nine coefficients minimize the squares of log(modelled time / recorded time), so that each point
+counts by its relative error. Two more coefficients give the time of a transfer between device and
+host: `swap + bytes / swap_bandwidth`. All coefficients are for blocks of 16 slots. For the other
+recorded block sizes, `kv_slowdown` is the median factor by which reading keys and values takes
+longer. Block sizes that were not recorded have the factor of the nearest recorded size.
 
-The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
-H200: the shape's own, or for a shape that has none OPT-13B's. Without such a file it is
-`recorded_steps.json` in this folder: what results and docs say of single steps, each with its
-source. `python -m bench.paper.device_model` prints every point with its error.
+The data are in `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes
+on an H200. A shape without a file has the data of OPT-13B. If that file is missing too, the data
+are in `recorded_steps.json` in this folder: single steps from results and docs, with their sources.
+`python -m bench.paper.device_model` prints every point with its error.
 
-Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
-the published peaks (`GPUS`), times are as fitted. Several GPUs hold a share of each layer each, and
-sum their partials twice a layer: `ALL_REDUCE_SECONDS`, and bytes over `nvlink` as a ring sends
-them.
+Other GPUs are not measured. Their bandwidths and rates are the fitted values times the ratio of the
+published peaks (`GPUS`); fixed times are the fitted values. With several GPUs, each holds a shard
+of every layer. They sum partial results twice per layer, which takes `ALL_REDUCE_SECONDS` plus the
+time of a ring all-reduce over `nvlink`.
 """
 
 import argparse
@@ -39,18 +40,18 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares  # JAX depends on it
+from scipy.optimize import least_squares  # JAX depends on scipy, so scipy is always installed.
 from tabulate import tabulate
 
 RECORDED = Path(__file__).parent / "recorded_steps.json"
 RESULTS = Path(__file__).parent.parent / "results"
 MEASURED_SHAPE = "opt-13b"
 FITTED_GPU = "h200"
-BLOCK_SIZE = 16  # block size of the recorded steps, to which the coefficients are fitted
-ITEM_BYTES = 2  # bfloat16 and float16
+BLOCK_SIZE = 16  # The coefficients are fitted to steps with this block size.
+ITEM_BYTES = 2  # Weights and the KV cache are in bfloat16 or float16.
 ALL_REDUCE_SECONDS = 10e-6
-"""Assumed time of a small all-reduce between GPUs of one host: the usual latency of NCCL over
-NVLink."""
+"""Assumed time of a small all-reduce between GPUs of one host: a usual latency of NCCL over NVLink.
+"""
 
 
 class StepWork(NamedTuple):
@@ -78,8 +79,11 @@ class StepWork(NamedTuple):
 class Gpu(NamedTuple):
     """Published peak rates of a GPU.
 
-    Bytes per second of memory, dense bf16 or fp16 FLOP/s, bytes per second between host and GPU,
-    and bytes per second over NVLink in one direction.
+    Attributes:
+        bandwidth: Bytes per second of the memory.
+        flops: FLOP/s of dense products in bfloat16 or float16.
+        pcie: Bytes per second between host and GPU.
+        nvlink: Bytes per second over NVLink in one direction.
     """
 
     bandwidth: float
@@ -96,7 +100,7 @@ GPUS = {
 
 
 class ModelShape(NamedTuple):
-    """Shape of a model. A `gated` feed-forward has three GEMMs, otherwise two."""
+    """Shape of a model. The feed-forward has three GEMMs if it is `gated`, otherwise two."""
 
     num_layers: int
     hidden: int
@@ -144,17 +148,17 @@ class Coefficients:
     layer: float = 1e-5
     bandwidth: float = 4e12
     rate: float = 7e14
-    joint: float = 2.0  # p of join
+    joint: float = 2.0  # exponent p of `join`
     kv_bandwidth: float = 4e12
     prefill_rate: float = 3e14
-    element: float = 1e-12  # seconds per row and per unit of `hidden`
+    element: float = 1e-12  # The unit is seconds per row and per unit of the hidden size.
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10
-    kv_slowdown: tuple[tuple[int, float], ...] = ()  # block size, factor
+    kv_slowdown: tuple[tuple[int, float], ...] = ()  # pairs (block size, factor)
 
     def slowdown(self, block_size: int) -> float:
-        """Return the attention slowdown of a block size, from the nearest recorded size."""
+        """Return the factor in `kv_slowdown` of the recorded block size nearest to this one."""
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)
@@ -162,8 +166,11 @@ class Coefficients:
 
 
 LIMITS = {"bandwidth": 4.42e12, "kv_bandwidth": 4.42e12, "rate": 7.9e14, "prefill_rate": 6.6e14}
-"""What was measured of the chip itself: no step is faster. The data do not tell all coefficients
-apart (a higher rate of GEMMs and slower norms fit as well), and these keep each what it says."""
+"""Upper limits of coefficients in the fit: the highest rates that were measured on an H200.
+
+Without limits, the data do not determine all coefficients: for example, faster GEMMs with slower
+norms would fit equally well.
+"""
 
 _STEP_NAMES = [f.name for f in fields(Coefficients) if not f.name.startswith(("swap", "kv_slow"))]
 
@@ -176,8 +183,8 @@ class DeviceModel:
         name: Model and GPUs.
         shape: Shape of the model.
         coefficients: Coefficients of one GPU.
-        num_gpus: GPUs, each with its share of every layer.
-        nvlink: Bytes per second that a GPU sends to another.
+        num_gpus: Number of GPUs. Each holds a shard of every layer.
+        nvlink: Bytes per second that a GPU sends to another GPU.
     """
 
     name: str
@@ -191,16 +198,16 @@ class DeviceModel:
         return block_size * self.shape.kv_bytes
 
     def step_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
-        """Return the seconds that a step takes in a steady run."""
+        """Return the seconds of a step in a run of similar steps, including the launch."""
         return self.busy_seconds(work, block_size) + self.coefficients.step
 
     def kv_seconds(self, work: StepWork) -> float:
-        """Return the seconds of reading keys and values for decode rows, with 16-slot blocks."""
+        """Return the seconds to read the keys and values of decode rows, for blocks of 16 slots."""
         num_bytes = work.context_tokens * self.shape.kv_bytes
         return num_bytes / (self.coefficients.kv_bandwidth * self.num_gpus)
 
     def busy_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
-        """Return the seconds that the device is busy with a step."""
+        """Return the seconds during which the device computes a step, without the launch."""
         shape, by, gpus = self.shape, self.coefficients, self.num_gpus
         rows, layers = work.padded_tokens, shape.num_layers
         seconds = layers * by.layer + self._product(layers * shape.layer_params, rows)
@@ -236,10 +243,10 @@ class DeviceModel:
         )
 
     def swap_seconds(self, num_blocks: int, block_size: int) -> float:
-        """Return the seconds of a transfer between device and host.
+        """Return the seconds to transfer blocks between device and host.
 
-        Each GPU sends its shard. The runner gathers blocks into one array first, so the time
-        depends on the bytes and not on the block size.
+        The GPUs transfer their shards concurrently. The runner first gathers the blocks into one
+        array, so the time depends on the number of bytes and not on the block size.
         """
         if not num_blocks:
             return 0.0
@@ -261,7 +268,7 @@ def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 
     """
     for name, value, known in (("shape", shape, MODELS), ("gpu", gpu, GPUS)):
         if value not in known:
-            raise ValueError(f"{name} {value!r} is unknown: give one of {', '.join(known)}")
+            raise ValueError(f"{name} {value!r} is unknown: pass one of {', '.join(known)}")
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
     by, here, there = fit(shape).coefficients, GPUS[FITTED_GPU], GPUS[gpu]
@@ -279,18 +286,18 @@ def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 
     return DeviceModel(name, MODELS[shape], scaled, num_gpus, there.nvlink)
 
 
-# ---- the fit
+# ---- fitting the coefficients to recorded steps
 
 
 @dataclass(frozen=True)
 class FittedPoint:
-    """A recorded step or transfer, and the time that the model predicts.
+    """A recorded step or transfer, and the time that the device model predicts for it.
 
     Attributes:
-        what: Model, kind and size.
+        what: Text that names the model, the kind of step and the size.
         recorded: Recorded seconds.
         modelled: Predicted seconds.
-        source: File of the record.
+        source: File that contains the recorded step.
     """
 
     what: str
@@ -300,26 +307,26 @@ class FittedPoint:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted time."""
+        """Relative error of the predicted time: (predicted - recorded) / recorded."""
         return self.modelled / self.recorded - 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of a GPU of the kind `FITTED_GPU`, and the points that they were fitted to."""
+    """Coefficients of a `FITTED_GPU`, and the recorded points to which they were fitted."""
 
     coefficients: Coefficients
     points: tuple[FittedPoint, ...]
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute value of the relative errors of all points."""
+        """Mean of the absolute relative errors of all points."""
         return float(np.mean([abs(point.error) for point in self.points]))
 
 
 @cache
 def fit(shape: str = MEASURED_SHAPE) -> Fit:
-    """Fit the coefficients for a shape to what was recorded on an H200.
+    """Fit the coefficients for a model shape to the steps that were recorded on an H200.
 
     Raises:
         ValueError: a file of recorded steps is damaged; the message names it.
@@ -336,7 +343,7 @@ def fit(shape: str = MEASURED_SHAPE) -> Fit:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the recorded steps and transfers of the modelled kinds."""
+    """Return the rows of a file of recorded steps whose kinds the device model covers."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for row in rows:
@@ -349,15 +356,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 _STEP_KINDS = {"decode", "prefill", "mixed"}
-_SWAP_KINDS = {"swap", "swap_out", "swap_in"}  # "swap": out and back in
+# A row of the kind "swap" is a transfer out and back in.
+_SWAP_KINDS = {"swap", "swap_out", "swap_in"}
 _KERNEL_KINDS = {"attention"}
 _MODELLED_KINDS = _STEP_KINDS | _SWAP_KINDS | _KERNEL_KINDS
 
 
 def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
-    """Fit the coefficients to recorded rows: see `recorded_steps.json` for their fields.
+    """Fit the coefficients to recorded rows; `recorded_steps.json` documents the fields of a row.
 
-    Coefficients without a row keep the defaults of `Coefficients`.
+    A coefficient that no row depends on keeps its default in `Coefficients`.
     """
     rows = list(rows)
     steps = [row for row in rows if row["kind"] in _STEP_KINDS]
@@ -377,7 +385,7 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
 
 
 def _slowdowns(kernels: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """Return each recorded block size with its attention time divided by that of `BLOCK_SIZE`."""
+    """Return pairs (block size, attention time / attention time with blocks of `BLOCK_SIZE`)."""
     usual = {_point(row): row["seconds"] for row in kernels if row["block_size"] == BLOCK_SIZE}
     found: dict[int, list[float]] = defaultdict(list)
     for row in kernels:
@@ -396,7 +404,10 @@ def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _fit(start: Coefficients, names: list[str], rows: list[Mapping[str, Any]]) -> Coefficients:
-    """Fit the logarithms of the coefficients, so that the coefficients are positive."""
+    """Fit the coefficients `names` to the rows, beginning at `start`.
+
+    The fit varies the logarithms of the coefficients, so that the coefficients stay positive.
+    """
     first: dict[str, float] = asdict(start)
     first["mixed"] = first["mixed"] or 1e-6
 

@@ -1,9 +1,9 @@
 """Serve a trace with the real engine in real time, with any of the paper's allocators.
 
-Only the block manager of the engine is replaced. The pool has as many slots as the paper's, so
-that memory is the bottleneck. Weights may be random, because end tokens are ignored. The results
-have the names of `bench.paper.simulator.Run`. The time of a step is the time of the loop's turn
-that launched it, which in a steady run is the time of the device.
+Only the block manager of the engine is replaced. The pool has as many slots as in the paper, so
+that memory is the bottleneck. Weights may be random, because end tokens are ignored. The result is
+a `bench.paper.simulator.Run`. The time of a step is the time of the loop iteration that launched
+the step. In a run of similar steps, that equals the time of the step on the device.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from jpaged.outputs import RequestDelta
 
 
 class WatchedScheduler(Scheduler):
-    """A scheduler that reports its plans.
+    """A scheduler that calls a function with each plan that it makes.
 
     Attributes:
-        watch: Called with each plan as it is made.
-        requests: Added requests; the code that handles a request removes it from the list.
+        watch: Function that is called with each plan; None to call nothing.
+        requests: Added requests by id. The code that handles a request removes it.
     """
 
     def __init__(self, *args: Any):
@@ -73,14 +73,14 @@ def make_server(
 
     Args:
         system: One of `allocators.SYSTEMS`.
-        model: As for `Engine`.
-        num_slots: Tokens that the KV memory holds, the null block not counted.
-        block_size: Slots a block.
-        prefix_caching: Whether prompts that begin alike share blocks; only with "ours".
-        **options: Others of `Engine`'s.
+        model: Argument `model` of `Engine`.
+        num_slots: Number of tokens that the KV memory holds, without the null block.
+        block_size: Number of slots of a block.
+        prefix_caching: Whether prompts with a common prefix share blocks; only with "ours".
+        **options: Other options of `Engine`.
 
     Raises:
-        TypeError, ValueError: as `Engine` and `make_manager`.
+        TypeError, ValueError: the same errors as `Engine` and `make_manager`.
     """
     config = EngineConfig.from_options(
         model,
@@ -114,12 +114,12 @@ def run_on_engine(
     beam_width: int | None = None,
     give_up_at: float | None = None,
 ) -> Run:
-    """Serve a trace as its requests arrive, in real time.
+    """Serve a trace in real time: each request is added at its arrival time.
 
     Args:
-        server: Idle; it can serve one trace after the other.
-        trace: Requests by arrival.
-        num_samples, beam_width, give_up_at: As for `simulate`.
+        server: An idle server. It can serve several traces, one after another.
+        trace: Requests, sorted by arrival.
+        num_samples, beam_width, give_up_at: See `simulate`.
 
     Raises:
         ValueError: a request can never be served.
@@ -149,10 +149,14 @@ class EngineWorkload(Workload):
     ):
         super().__init__(trace, system, num_samples, beam_width, True)
         self._vocab_size = vocab_size
-        self._answers: dict[int, dict[int, int]] = {}  # by stream and place
+        # Generated tokens by stream and by position in the stream.
+        self._answers: dict[int, dict[int, int]] = {}
 
     def arrive(self, index: int) -> list[tuple[str, list[int], SamplingParams]]:
-        """Return the id, prompt and parameters of a request that arrives."""
+        """Record an arrival; return (id, prompt, parameters) for each request to add.
+
+        Systems that share no blocks get one request per sample or beam.
+        """
         self.note_arrival(index)
         max_tokens = self.trace[index].output_len
         common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
@@ -168,7 +172,10 @@ class EngineWorkload(Workload):
         return [(f"{index}.{each}", prompt, params) for each in range(self.num_apart)]
 
     def prompt(self, index: int) -> list[int]:
-        """Return the prompt's token ids, modulo the size of the model's vocabulary."""
+        """Return the token ids of a request's prompt, modulo the size of the vocabulary.
+
+        Earlier answers in the prompt are the tokens that the engine has generated.
+        """
         given = self.trace[index]
         pieces = given.prompt or ((-1 - index, 0, given.prompt_len),)
         return [token for piece in pieces for token in self._tokens(piece)]
@@ -183,7 +190,10 @@ class EngineWorkload(Workload):
         return [answers.get(i, token) for i, token in zip(places, tokens, strict=True)]
 
     def note_answer(self, index: int, num_before: int, token_ids: Sequence[int]) -> None:
-        """Record that the request's first output has `num_tokens` tokens."""
+        """Record generated tokens, for the next prompt of the conversation.
+
+        The request has generated `num_before` tokens before `token_ids`.
+        """
         pieces = self.trace[index].prompt
         if pieces:
             stream, _, stop = pieces[-1]
@@ -256,7 +266,7 @@ class _Replay:
         if delta.finished:
             times = delta.metrics
             if times is None or times.first_token_time is None or times.finished_time is None:
-                raise RuntimeError(f"request {delta.request_id} ended without its times")
+                raise RuntimeError(f"request {delta.request_id} ended, but has no recorded times")
             work.note_first(index, times.first_token_time - self._start)
             work.note_end(index, times.finished_time - self._start)
             self._tally.note_end(self._server.scheduler.requests.pop(delta.request_id))

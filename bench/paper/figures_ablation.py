@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 LONGER_CONTEXTS = (512, 1024, 2048)
-"""Shown with the paper's, since today's prompts are longer."""
+"""Context lengths that figure 18a shows in addition to the paper's; today's prompts are longer."""
 
 RECOVERED_TOKENS = 1024
-"""Tokens of a preempted sequence in figure 19a. The paper does not state its own."""
+"""Number of tokens of the preempted sequence in figure 19a. The paper does not state its number."""
 
 QUICK_BLOCK_SIZES = (1, 16, 256)
 RECOVERY_COLOURS = {"recompute": "#0072b2", "swap": "#d55e00"}
 
 
 def figure_18a(settings: Settings) -> Figure:
-    """Compare paged attention with kernels for contiguous keys and values.
+    """Compare the times of paged attention and of kernels for contiguous keys and values.
 
-    The figure needs a GPU. With simulated settings, it shows the last recorded measurement on a
-    GPU, if there is one. A quick run times plain XLA at tiny sizes on any device.
+    The measurement needs a GPU. With simulated settings, the figure shows the last recorded
+    measurement on a GPU, if there is one. A quick run times plain XLA at tiny sizes on any device.
     """
     title = "attention kernel: paged against contiguous, a decode step of OPT-13B's heads"
     if settings.how != "simulated" or settings.quick:
@@ -84,7 +84,7 @@ def _kernels_measured(title: str, settings: Settings) -> Figure:
             rows.append(row | compared(KERNEL_OVERHEAD_PERCENT, overhead))
     notes = ("contiguous: the faster of the kernels that JAX offers here, lengths known to it",)
     if jax.default_backend() == "cpu":
-        notes = (f"plain XLA on a CPU ({device}) at tiny sizes: to see that it runs, no more",)
+        notes = (f"plain XLA on a CPU ({device}) at tiny sizes, only as a smoke test",)
     return _kernels_figure(title, rows, device, notes)
 
 
@@ -111,7 +111,7 @@ def _kernels_figure(
 def _attention_seconds(
     batch: int, context: int, num_heads: int, settings: Settings
 ) -> dict[str, Any]:
-    """Return the seconds per call of paged attention, and of each contiguous kernel by name."""
+    """Return the seconds per call of paged attention and of each contiguous kernel, by name."""
     import jax
     import jax.numpy as jnp
 
@@ -138,7 +138,7 @@ def _attention_seconds(
                 scale=dtype_scale, implementation=name,
             )  # fmt: skip
 
-        # JAX's own attention mixes dtypes, which a caller may have forbidden.
+        # `jax.nn.dot_product_attention` mixes dtypes, and JAX may be configured to refuse that.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             found[name] = time_call(contiguous, queries, slabs, lens, 7)
     return {"paged": paged, "contiguous": found}
@@ -147,9 +147,9 @@ def _attention_seconds(
 def _median_call(
     op: Callable, queries: Sequence, pools: Sequence, indices: tuple, repeats: int
 ) -> float:
-    """Return the median seconds of a jitted call.
+    """Return the median seconds of a jitted call of `op`.
 
-    Use this in quick runs, because `kernels.seconds_per_call` compiles more programs.
+    Quick runs use this function, because `kernels.seconds_per_call` compiles more programs.
     """
     import jax
 
@@ -164,7 +164,7 @@ def _median_call(
 
 
 def figure_18b(settings: Settings) -> Figure:
-    """Plot normalised latency against block size, at a fixed rate."""
+    """Show the normalised latency of jpaged by block size, at a fixed request rate."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     sustained = simulated_sustained(DATASETS, settings)
     rates = {w: FIXED_FRACTION * sustained[w].rate for w in DATASETS}
@@ -193,7 +193,8 @@ def figure_18b(settings: Settings) -> Figure:
             label = f"{TITLES[workload]}, {rates[workload]:.3g} req/s"
             axes.plot(sizes, ys, "o-", color=colour, label=label)
         report.log_blocks(axes, sizes)
-        # Large blocks overload a server of short requests: its latency grows a hundredfold.
+        # With large blocks, short requests waste so much memory that the server is overloaded, and
+        # the latency is a hundred times higher.
         axes.set(ylabel="normalised latency, s/token", yscale="log")
         axes.legend()
         report.footnote(canvas, f"OPT-13B, {device_of(settings)}")
@@ -204,7 +205,7 @@ def figure_18b(settings: Settings) -> Figure:
 
 
 def figure_19a(settings: Settings) -> Figure:
-    """Compare the times of recovering a preempted sequence by recomputing and by swapping."""
+    """Compare two ways to recover a preempted sequence: times of recomputing and of swapping."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     found = _recovery_seconds(sizes, settings)
     rows = []
@@ -241,9 +242,9 @@ def figure_19a(settings: Settings) -> Figure:
 def _recovery_seconds(sizes: Sequence[int], settings: Settings) -> dict[int, tuple[float, float]]:
     """Return the seconds to recompute and to swap `RECOVERED_TOKENS`, by block size.
 
-    On a device, recomputing is timed only with blocks of 16, because each size needs its own
-    compiled programs. Blocks of less than 8 may take longer, because Hopper's prefill kernel does
-    not support them.
+    On a device, recomputing is timed only with blocks of 16 slots, because every block size needs
+    other compiled programs. With blocks of fewer than 8 slots, recomputing may take longer, because
+    the prefill kernel for Hopper GPUs does not support such blocks.
     """
     if settings.how == "simulated":
         return {size: modelled_recovery(RECOVERED_TOKENS, size) for size in sizes}
@@ -273,7 +274,7 @@ def _recovery_in_the_paper(size: int) -> str:
 
 
 def figure_19b(settings: Settings) -> Figure:
-    """Plot normalised latency with recomputing and with swapping against block size."""
+    """Show the normalised latency by block size, with recomputing and with swapping."""
     sizes = QUICK_BLOCK_SIZES if settings.quick else BLOCK_SIZES
     base = Case("sharegpt")
     sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"]

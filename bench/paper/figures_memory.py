@@ -38,9 +38,11 @@ DATASETS = ("sharegpt", "alpaca")
 TITLES = {"sharegpt": "ShareGPT-like", "alpaca": "Alpaca-like"}
 MOST_WASTE_PERCENT = 4.0
 SHARING_FRACTION = 0.3
-"""Share of the rate that saturates, for figure 15. Under pressure, groups that just joined, of
-which all but a few tokens are shared, are preempted and join again: sharing would look larger by
-half."""
+"""Request rate of figure 15, as a fraction of the rate that saturates the server.
+
+At a higher rate, requests are often preempted just after they have joined. At that time their
+sequences still share almost all blocks, so the savings would look half as large again.
+"""
 
 SHARES = {"tokens": "#0072b2", "reserved": "#56b4e9", "internal": "#e69f00", "external": "#d9d9d9"}
 SHARE_LABELS = {
@@ -81,13 +83,13 @@ def table_1(settings: Settings) -> Figure:
 
 
 def _num_parameters(server: Server) -> int:
-    """Return the number of parameters of an OPT decoder: embeddings, layers and final norm."""
+    """Return the number of parameters of an OPT model: embeddings, layers and final norm."""
     width = server.hidden_size
     return (50272 + 2050) * width + server.num_layers * (12 * width**2 + 13 * width) + 2 * width
 
 
 def figure_1(settings: Settings) -> Figure:
-    """Figure 1, right: plot held memory and throughput against batch size."""
+    """Show held memory and throughput by batch size (right half of figure 1)."""
     limits = (1, 2, 4, 8) if settings.quick else (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     systems = ("orca_max", "ours")
     jobs = [Case("sharegpt", system, max_num_seqs=n) for system in systems for n in limits]
@@ -126,7 +128,7 @@ def figure_1(settings: Settings) -> Figure:
 
 
 def figure_2(settings: Settings) -> Figure:
-    """Show the use of the KV slots by each system while requests wait for memory."""
+    """Show what each system's KV slots hold while requests wait for memory."""
     cases = [Case(workload, system) for workload in DATASETS for system in (*ORCAS, "ours")]
     found = dict(zip(cases, saturate_all(cases, settings), strict=True))
     rows: list[dict[str, Any]] = []
@@ -182,7 +184,7 @@ def figure_2(settings: Settings) -> Figure:
 
 
 def figure_11(settings: Settings) -> Figure:
-    """Plot the lengths of prompts and outputs."""
+    """Show the distributions of the lengths of prompts and outputs."""
     rows, drawn = [], {}
     for workload in DATASETS:
         source = source_of(workload, settings)
@@ -216,7 +218,7 @@ def figure_11(settings: Settings) -> Figure:
 
 
 def figure_13(settings: Settings) -> Figure:
-    """Show the mean number of requests in a batch, at a fixed rate."""
+    """Show each system's mean number of requests in a batch, at a fixed request rate."""
     sustained = simulated_sustained(DATASETS, settings)
     rates = {w: FIXED_FRACTION * sustained[w].rate for w in DATASETS}
     systems = (*ORCAS, "ours")
@@ -259,7 +261,7 @@ def figure_13(settings: Settings) -> Figure:
 
 
 def figure_15(settings: Settings) -> Figure:
-    """Show the blocks saved by sharing, on both datasets."""
+    """Show the percentage of blocks that sharing saves, on both datasets."""
     widths = WIDTHS[::2] if settings.quick else WIDTHS
     cases = [
         Case(workload, width=width, is_beam=is_beam)
@@ -267,7 +269,7 @@ def figure_15(settings: Settings) -> Figure:
         for is_beam in (False, True)
         for width in widths
     ]
-    # A quarter of the requests: they have up to six sequences.
+    # Use a quarter of the requests, because each has up to six sequences.
     fewer = dataclasses.replace(settings, saturation=-(-settings.saturation // 4))
     rates = [SHARING_FRACTION * full.rate for full in saturate_all(cases, fewer)]
     jobs = list(zip(cases, rates, strict=True))
@@ -292,7 +294,7 @@ def figure_15(settings: Settings) -> Figure:
             groups = [f"{TITLES[w].split('-')[0]}\n{n}" for w in DATASETS for n in widths]
             kind = "beam" if is_beam else "parallel"
             papers = dict(zip(WIDTHS, SAVED["alpaca", kind], strict=True))
-            # The paper gives a range: the savings of the smallest and of the largest width.
+            # For this dataset the paper gives only the savings of the smallest and largest width.
             ends: dict[int, float] = dict(
                 zip((WIDTHS[0], WIDTHS[-1]), SAVED_RANGE["sharegpt", kind], strict=True)
             )

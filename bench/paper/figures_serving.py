@@ -40,10 +40,10 @@ COLOURS[WITH_CACHE] = "#56b4e9"
 LABELS[WITH_CACHE] = "jpaged, prefix caching"
 
 QUICK_PANELS = (("sharegpt", "13b"), ("sharegpt", "175b"), ("alpaca", "13b"))
-"""Panels of figure 12 in a quick run."""
+"""Panels (dataset, model) of figure 12 in a quick run."""
 
 POINTS = (0.7, 1.0, 1.1)
-"""Rates of `agreement`, of the sustained one: below, at and above the knee."""
+"""Rates of the figure `agreement`, as fractions of the sustained rate."""
 
 COMPARED = {
     "latency": "normalised latency, s/token",
@@ -60,7 +60,8 @@ class Panel:
     Attributes:
         title: Title of the plot.
         cases: Cases by system or by name in `LABELS`; "ours" is required.
-        paper: The paper's ratio of vLLM's rate to another system's rate: a number or a range.
+        paper: For each other system, the paper's value of (vLLM's rate / the system's rate): a
+            number or a range.
     """
 
     title: str
@@ -69,7 +70,7 @@ class Panel:
 
 
 def figure_12(settings: Settings) -> Figure:
-    """One sample per request: three sizes of OPT on both datasets."""
+    """Show latency against rate with one sample per request: three OPT models, two datasets."""
     panels = []
     is_simulated = settings.how == "simulated"
     names = [name for name in settings.models if is_simulated or name == "13b"]
@@ -96,7 +97,7 @@ def figure_12(settings: Settings) -> Figure:
 
 
 def figure_14(settings: Settings) -> Figure:
-    """Several samples or beams per request: OPT-13B on Alpaca."""
+    """Show latency against rate with several samples or beams per request: OPT-13B on Alpaca."""
     systems = ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
     panels = []
     for is_beam, name in ((False, "parallel sampling"), (True, "beam search")):
@@ -110,9 +111,9 @@ def figure_14(settings: Settings) -> Figure:
 
 
 def figure_16(settings: Settings) -> Figure:
-    """Translations after a shared prefix, with LLaMA-13B.
+    """Show latency against rate for translations with a shared prefix, with LLaMA-13B.
 
-    Its KV slots have the size of OPT-13B's slots.
+    A KV slot of LLaMA-13B has as many bytes as a slot of OPT-13B.
     """
     panels = []
     for kind, num_tokens in traces.NUM_PREFIX_TOKENS.items():
@@ -131,7 +132,11 @@ def figure_16(settings: Settings) -> Figure:
 
 
 def figure_17(settings: Settings) -> Figure:
-    """Chatbot, without kept KV between rounds as in the paper, and with prefix caching."""
+    """Show latency against rate for a chatbot.
+
+    As in the paper, no KV is kept between the rounds of a conversation. One more curve shows jpaged
+    with prefix caching.
+    """
     cases = {system: Case("chat", system) for system in (*ORCAS, "ours")}
     cases[WITH_CACHE] = Case("chat", "ours", prefix_caching=True)
     panels = [Panel("chatbot, OPT-13B", cases, dict.fromkeys(ORCAS, CHAT_RATIO))]
@@ -143,10 +148,10 @@ def figure_17(settings: Settings) -> Figure:
 
 
 def agreement(settings: Settings) -> Figure:
-    """Compare simulation and device at three points of figure 12.
+    """Compare the simulation with the engine on a device, at three points of figure 12.
 
-    The model is OPT-13B on ShareGPT. The rates are below, at and above the sustained rate of the
-    simulation. Requests are the same in both.
+    The model is OPT-13B, with ShareGPT-like lengths. The rates are below, at and above the rate
+    that the simulation sustains. Simulation and engine serve the same requests.
     """
     sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"].rate
     jobs = {f"{fraction:g}": (Case("sharegpt"), fraction * sustained) for fraction in POINTS}
@@ -155,15 +160,16 @@ def agreement(settings: Settings) -> Figure:
 
 
 def knees_sharegpt(settings: Settings) -> Figure:
-    """Compare simulation and device at one point of each curve of figure 12.
+    """Compare the simulation with the engine on a device, at one point of each curve of figure 12.
 
-    Each system runs OPT-13B on ShareGPT at the rate that it sustains in simulation.
+    Each system serves OPT-13B with ShareGPT-like lengths, at the rate that it sustains in
+    simulation.
     """
     return _knees("sharegpt", settings)
 
 
 def knees_alpaca(settings: Settings) -> Figure:
-    """Compare like `knees_sharegpt`, on Alpaca."""
+    """Make the same comparison as `knees_sharegpt`, with Alpaca-like lengths."""
     return _knees("alpaca", settings)
 
 
@@ -182,9 +188,9 @@ def _agreement(
     jobs: dict[str, tuple[Case, float]],
     settings: Settings,
 ) -> Figure:
-    """Compare cases at their rates, on the device and simulated.
+    """Run each job on the device and in simulation; return a figure that compares the results.
 
-    `kind` is the heading of the job names.
+    `kind` is the heading of the column with the names of the jobs.
     """
     simulated = dataclasses.replace(settings, how="simulated")
     rows, worst = [], 0.0
@@ -195,7 +201,8 @@ def _agreement(
             row = {kind: label, "req/s": job[1], "of": what}
             rows.append(row | {"measured": there, "simulated": here, "ratio": here / there})
             worst = max(worst, abs(here / there - 1))
-            print(rows[-1], flush=True)  # keeps the row if the run is stopped
+            # Print each row at once, so that it is not lost if the run is interrupted.
+            print(rows[-1], flush=True)
     reached = "reached" if worst <= MOST_DISAGREEMENT else "NOT reached"
     note = f"within {MOST_DISAGREEMENT:.0%} is to be reached; the worst is {worst:.1%}: {reached}"
 
@@ -216,7 +223,7 @@ def _agreement(
 def _rates(
     number: str, title: str, panels: Sequence[Panel], settings: Settings, *notes: str
 ) -> Figure:
-    """Return a figure with one panel per plot and one curve per system."""
+    """Search the sustained rates; return a figure with a plot per panel and a curve per system."""
     cases = list(dict.fromkeys(case for panel in panels for case in panel.cases.values()))
     found = sustain_all(cases, settings)
     rows, facts = [], []
@@ -258,7 +265,7 @@ def _rates(
 
 
 def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings: Settings) -> str:
-    """Return a note: by how much short traces overestimate the rates of each panel."""
+    """Return a note that says by how much short traces may overestimate the rates of a panel."""
     excess = {}
     for panel in panels:
         case = panel.cases["ours"]
@@ -276,7 +283,10 @@ def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings
 
 
 def _rows(panel: Panel, found: dict[Case, Sustained]) -> list[dict[str, Any]]:
-    """Return a row per system: its sustained rate, and our ratio next to the paper's ratio."""
+    """Return a row per system: the sustained rate, and (jpaged's rate / the system's rate).
+
+    The paper's value of the ratio is in the same row.
+    """
     ours = found[panel.cases["ours"]]
     rows = []
     for name, case in panel.cases.items():

@@ -1,24 +1,24 @@
 """Definitions of the measured quantities. They were written before the first run and have not
 changed since.
 
-*Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, seconds a
-token, as the paper has it (section 6.1). The end is when the last token of the last of a request's
-sequences is read. With several samples or beams, the tokens of one of them count.
+*Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, in
+seconds per token, as in the paper (section 6.1). A request ends when the host reads the last token
+of its last sequence. With several samples or beams, only the tokens of one sequence are counted.
 
-*Sustained rate*: the highest request rate at which the mean normalised latency stays under
-`Settings.latency_factor` times that of requests served one at a time: same lengths, same device,
-our own system for all systems alike. The factor is 10. Alone, OPT-13B takes 0.007 s a token
-on an H200, so ten times that is 0.07 s a token, which is still faster than people read; and there
-most of a request's latency is spent in the queue. `Sustained.sensitivity` has the rates for factors
-of 5 and 20. In a short trace a queue has no time to grow, and rates above what could be served for
-ever pass (`most_excess`; figures state it). The rate is found by bisection to
-`Settings.tolerance` for each seed; the median of three seeds is reported, the lowest and the
-highest beside it.
+*Sustained rate*: the highest request rate at which the mean normalised latency is at most
+`Settings.latency_factor` times the latency of requests that jpaged serves one at a time, with the
+same lengths and on the same device. All systems have this threshold. The factor is 10. On an H200,
+OPT-13B takes 0.007 s per token if requests run alone. Ten times that, 0.07 s per token, is still
+faster than people read, and most of a request's latency is then spent in the queue.
+`Sustained.sensitivity` has the rates for factors of 5 and 20. In a short trace a long queue cannot
+build up, so rates that are too high to be served forever pass. `most_excess` bounds that error, and
+figures state it. For each seed, bisection finds the rate to within `Settings.tolerance`. The result
+is the median of three seeds, with the lowest and the highest rate.
 
-*Where the paper fixes a rate* (figures 13, 18b, 19b) ours is `FIXED_FRACTION` of our system's
-sustained rate on these lengths, and both rates are printed. The paper's text does not say what
-vLLM sustains, so the paper's own fraction is not known exactly; its ratios say that its rate
-saturates every Orca system and not vLLM, which 0.9 does here.
+*Figures with a fixed rate* (13, 18b and 19b) use `FIXED_FRACTION` of jpaged's sustained rate on the
+same lengths, and print both rates. The paper does not state vLLM's sustained rate, so its fraction
+is unknown. According to the paper's ratios, the fixed rate saturates all Orca systems, but not
+vLLM. Here 0.9 does the same.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
 FIXED_FRACTION = 0.9
 
 GPUS = {"13b": ("h200", 1), "66b": ("a100-40gb", 4), "175b": ("a100-80gb", 8)}
-"""GPUs of each server of table 1 here: a measured one, and the paper's."""
+"""The GPU type and the number of GPUs that the device model assumes for each OPT model.
+
+The H200 was measured. The A100s are the paper's GPUs.
+"""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,7 +55,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A system and a workload, without a rate.
+    """A system and the workload that it serves, without a request rate.
 
     Attributes:
         workload: "sharegpt", "alpaca", "chat", "1-shot" or "5-shot".
@@ -79,24 +82,24 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Results of one run; `Run` of `bench.paper.simulator` has the definitions.
+    """Results of one run; `bench.paper.simulator.Run` has the definitions.
 
     Attributes:
         rate: Arriving requests per second.
         latency: Mean normalised latency, seconds per token; a lower bound if `gave_up` is True.
         gave_up: Whether the run was stopped early because its latency was far too high.
         output_tokens_per_s: Generated tokens per second.
-        batch: Requests in a batch, mean over time.
-        memory: Shares of the KV slots under pressure, percent, mean over time: "tokens",
-            "reserved", "internal", "external", "free".
+        batch: Mean number of requests in a batch, weighted by time.
+        memory: Percent of the KV slots in each state ("tokens", "reserved", "internal", "external",
+            "free"), mean over the time in which requests wait for memory.
         held: Percent of the KV slots that requests hold, mean over the time of all steps.
         waste: Percent of the held slots without a token, mean over time.
         waste_formula: Half a block per sequence, as a percentage of the held slots.
-        saved: Blocks saved by sharing, percent.
-        hit: Prompt tokens found in the prefix cache, percent.
+        saved: Percent of the blocks that sharing saves.
+        hit: Percent of the prompt tokens that are found in the prefix cache.
         num_preemptions: Number of times that a running request lost its memory.
         num_requests: Number of requests of the trace.
-        seconds: From the first arrival to the last end.
+        seconds: Seconds from the first arrival to the end of the last request.
     """
 
     rate: float
@@ -123,8 +126,8 @@ class Sustained:
         rate: Median rate of all seeds, in requests per second.
         low, high: Lowest and highest rate of all seeds.
         threshold: Maximum latency of a sustained rate, in seconds per token.
-        curve: Pairs of rate and normalised latency of the first seed, by rate.
-        sensitivity: Rates on this curve with half and with twice the threshold.
+        curve: Pairs (rate, normalised latency) of the first seed, sorted by rate.
+        sensitivity: Rates at which this curve reaches half and twice the threshold.
     """
 
     rate: float
@@ -143,14 +146,15 @@ class Settings:
         how: "simulated" or "measured".
         quick: Whether the run only tests that the code works.
         seconds: Length of a trace, if at least `least_requests` arrive in this time.
-        least_requests: Minimum mean number of requests in a trace.
-        saturation: Number of requests for measuring the rate of a saturated server.
+        least_requests: Minimum of the expected number of requests in a trace; at a low rate, the
+            trace is longer than `seconds`.
+        saturation: Number of requests that arrive together to measure a saturated server.
         seeds: Seeds of the traces.
         latency_factor: Factor of the latency limit that defines a sustained rate.
-        tolerance: Relative width at which a bisection ends.
-        fractions: Rates of a curve, as fractions of the sustained rate.
+        tolerance: Relative width of the interval at which a bisection ends.
+        fractions: Rates at which curves are drawn, as fractions of the sustained rate.
         processes: Number of concurrent runs.
-        files: Pairs of a dataset and the user's file that replaces it.
+        files: Pairs (dataset, path of the user's file with lengths that replace the dataset's).
         models: Keys of `published.SERVERS` to show in figure 12.
         lengths: Datasets to show in figure 12.
         keep: File with the sustained rates that a device has found so far, one per line. Later runs
@@ -175,7 +179,7 @@ class Settings:
 
 @cache
 def source_of(workload: str, settings: Settings) -> Source:
-    """Return the lengths of a dataset: the paper's lengths or the user's file."""
+    """Return the source of a workload's lengths: the user's file if given, else the paper's."""
     files = dict(settings.files)
     return traces.from_file(files[workload]) if workload in files else traces.of_dataset(workload)
 
@@ -183,7 +187,7 @@ def source_of(workload: str, settings: Settings) -> Source:
 def make_trace(
     workload: str, rate: float, seconds: float, seed: int, settings: Settings
 ) -> list[TraceRequest]:
-    """Return the requests of a workload."""
+    """Return the requests of a workload, with random arrivals and lengths."""
     if workload in traces.NUM_PREFIX_TOKENS:
         return traces.translation(workload, rate, seconds, seed)
     if workload == "chat":
@@ -192,13 +196,13 @@ def make_trace(
 
 
 def shape_of(case: Case) -> str:
-    """Return the shape of the model: LLaMA-13B for translations, otherwise OPT."""
+    """Return the name of the model shape: LLaMA-13B for translations, otherwise an OPT model."""
     is_translation = case.workload in traces.NUM_PREFIX_TOKENS
     return "llama-13b" if is_translation else f"opt-{case.server}"
 
 
 def device_of(settings: Settings) -> str:
-    """Return the device of OPT-13B's times, as in `Figure.device`."""
+    """Return the name of the device on which OPT-13B runs or is simulated, for `Figure.device`."""
     if settings.how == "simulated":
         return "simulated NVIDIA H200"
     import jax
@@ -209,21 +213,24 @@ def device_of(settings: Settings) -> str:
 def run(
     case: Case, rate: float, seed: int, settings: Settings, give_up_at: float | None
 ) -> Outcome:
-    """Serve a trace of the case's workload."""
+    """Serve a trace of the case's workload at `rate` requests per second.
+
+    Stop early when the mean latency is certain to exceed `give_up_at` (seconds per token).
+    """
     seconds = max(settings.seconds, settings.least_requests / rate)
     trace = make_trace(case.workload, rate, seconds, seed, settings)
     return _outcome(_serve(case, trace, settings, give_up_at), rate)
 
 
 def saturate(case: Case, settings: Settings) -> Outcome:
-    """Serve `settings.saturation` requests that are all there from the start."""
+    """Serve `settings.saturation` requests that all arrive at time 0."""
     trace = make_trace(case.workload, 10.0, settings.saturation / 10, settings.seeds[0], settings)
     served = _serve(case, [dataclasses.replace(r, arrival=0.0) for r in trace], settings, None)
     return _outcome(served, served.num_finished / served.seconds)
 
 
 def modelled_recovery(num_tokens: int, block_size: int) -> tuple[float, float]:
-    """Return the seconds to recompute, and to swap out and in, a sequence of OPT-13B."""
+    """Return the modelled seconds to recompute a sequence of OPT-13B, and to swap it out and in."""
     device = _device("opt-13b", "13b")
     one_way = device.swap_seconds(-(-num_tokens // block_size), block_size)
     return device.prefill_seconds([num_tokens]), 2 * one_way
@@ -234,7 +241,8 @@ def _latency_alone(case: Case, settings: Settings) -> float:
     is_simulated = settings.how == "simulated"
     count = 10 if settings.quick else 200 if is_simulated else 20
     trace = make_trace(case.workload, 10.0, count / 10, settings.seeds[0], settings)
-    # A long gap costs no time in a simulation. On a device, a short gap may let requests overlap.
+    # Requests should not overlap. In a simulation, a long gap between arrivals costs no time. On a
+    # device the gap is 1 s, so requests that take longer do overlap.
     gap = 1e4 if is_simulated else 1.0
     spread = [dataclasses.replace(r, arrival=gap * i) for i, r in enumerate(trace)]
     return _serve(case, spread, settings, None).normalized_latency
@@ -270,9 +278,9 @@ def _serve(
 def run_all(
     function: Callable[[T], R], jobs: Sequence[T], settings: Settings, what: str
 ) -> list[R]:
-    """Run `settings.processes` jobs at a time, and return `function(job)` for each job, in order.
+    """Return `function(job)` for each job, in order; run `settings.processes` jobs concurrently.
 
-    Show on stderr how many jobs are done; `what` is the name of the jobs.
+    Show on stderr how many jobs are done. `what` names the jobs there.
     """
     with Progress(what, len(jobs)) as progress:
         if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":
@@ -288,7 +296,8 @@ def run_all(
                 while running:
                     done, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in done:
-                        future.result()  # raises what the job raised
+                        # If the job failed, this call raises the exception of the job.
+                        future.result()
                     progress.show(len(futures) - len(running))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
@@ -297,7 +306,7 @@ def run_all(
 
 
 def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
-    """Return the sustained rate of each case. Each case is searched only once."""
+    """Return the sustained rate of each case. Rates that are already known are reused."""
     keep = settings.keep if settings.how == "measured" else None
     if keep is not None and keep.exists():
         for line in keep.read_text(encoding="utf-8").splitlines():
@@ -315,7 +324,7 @@ _sustained: dict[tuple[Case, Settings], Sustained] = {}
 
 
 def _sustain(settings: Settings, case: Case) -> Sustained:
-    """Run `sustain`. Save a rate found on a device to a file, because the search takes minutes."""
+    """Run `sustain`. On a device, append the rate to `settings.keep`: a search takes minutes."""
     found = sustain(case, settings)
     if settings.how == "measured" and settings.keep is not None:
         line = json.dumps([dataclasses.asdict(case), _how(settings), dataclasses.asdict(found)])
@@ -325,7 +334,7 @@ def _sustain(settings: Settings, case: Case) -> Sustained:
 
 
 def _how(settings: Settings) -> str:
-    """Return the settings that affect a sustained rate, as JSON."""
+    """Return the settings on which a sustained rate depends, as JSON."""
     others = {"processes", "models", "lengths", "keep"}
     fields = dataclasses.asdict(settings).items()
     return json.dumps({name: it for name, it in fields if name not in others}, default=str)
@@ -339,8 +348,8 @@ def _read_sustained(fields: dict[str, Any]) -> Sustained:
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
     """Return jpaged's sustained rates in simulation, with traces of the same length.
 
-    A figure with fixed rates uses fractions of the simulated rates, on a device too: a search in
-    real time would take hours. The figure `agreement` shows how close the simulation is.
+    Figures with a fixed rate use a fraction of the simulated rate, also on a device, because a
+    search in real time would take hours. The figure `agreement` shows how close the simulation is.
     """
     simulated = dataclasses.replace(settings, how="simulated")
     found = sustain_all([Case(workload) for workload in workloads], simulated)
@@ -348,7 +357,7 @@ def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[st
 
 
 def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
-    """Run each case at its rate, with the first seed."""
+    """Serve a trace for each pair (case, rate), with the first seed."""
     return run_all(partial(_run_first_seed, settings=settings), jobs, settings, "runs at a rate")
 
 
@@ -358,12 +367,12 @@ def _run_first_seed(job: tuple[Case, float], settings: Settings) -> Outcome:
 
 
 def saturate_all(cases: Sequence[Case], settings: Settings) -> list[Outcome]:
-    """Run each case with all requests waiting from the start."""
+    """Run each case with requests that all arrive at time 0."""
     return run_all(partial(saturate, settings=settings), cases, settings, "saturated runs")
 
 
 def threshold_of(case: Case, settings: Settings) -> float:
-    """Return the maximum latency of a sustained rate of this workload, in seconds per token."""
+    """Return the normalised latency (seconds per token) up to which a rate counts as sustained."""
     plain = Case(case.workload, server=case.server, width=case.width, is_beam=case.is_beam)
     return settings.latency_factor * _latency_alone(plain, settings)
 
@@ -384,7 +393,7 @@ def sustain(case: Case, settings: Settings) -> Sustained:
         threshold, first = simulated.threshold, simulated.rate
         first_step = 1 + settings.tolerance
     for seed in settings.seeds:
-        # A run that is certain to miss the threshold ends there.
+        # A run stops when it is certain to exceed the threshold.
         latency_at = partial(_latency, case, seed, settings, 1.01 * threshold)
         guess = statistics.median(rates) if rates else first
         step = 1 + settings.tolerance if rates else first_step
@@ -406,17 +415,17 @@ def sustain(case: Case, settings: Settings) -> Sustained:
 
 
 def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float) -> float:
-    """Return the approximate excess of a sustained rate over the rate of an endless trace, percent.
+    """Return by how many percent a measured rate may exceed the rate that can be served forever.
 
-    Let c be the highest rate that an endless trace can sustain. At a rate r above c, the requests
-    of a trace of T seconds wait (1 - c / r) T / 2 seconds on average. The wait divided by the
-    number of output tokens must be below the threshold on average. Thus
+    The result is an estimate. Let c be the highest rate that can be served forever. At a rate r
+    above c, the requests of a trace of T seconds wait (1 - c / r) T / 2 seconds on average. The
+    wait divided by the number of output tokens must be below the threshold on average. Thus
     1 - c / r < 2 threshold / (T x mean of 1 / output tokens).
 
     Args:
-        trace: Requests with the output lengths that are served.
-        threshold: Limit of the normalised latency, seconds per token.
-        seconds: Length of the traces that were served.
+        trace: Requests whose output lengths are representative.
+        threshold: Limit of the normalised latency, in seconds per token.
+        seconds: Length T of the traces in seconds.
     """
     inverse = statistics.mean(1 / request.output_len for request in trace)
     share = 2 * threshold / (seconds * inverse)
@@ -430,11 +439,11 @@ def search(
     step: float,
     tolerance: float,
 ) -> tuple[float, dict[float, float]]:
-    """Return the highest rate whose latency is below the threshold, and all tried rates.
+    """Return the highest rate with a latency below the threshold, and the latencies by rate.
 
-    The rate moves up or down from `guess` until the latency crosses the threshold. The first factor
-    is `step`; each later factor is the square of the previous factor. Bisection then halves the
-    interval until its ends are within `tolerance`.
+    The search multiplies or divides the rate, starting from `guess`, until the latency crosses the
+    threshold. The first factor is `step`; each later factor is the square of the previous factor.
+    Bisection then narrows the interval until its relative width is at most `tolerance`.
 
     Raises:
         ValueError: the latency does not cross the threshold within 8 steps.
@@ -453,7 +462,10 @@ def search(
             break
         step **= 2
     else:
-        raise ValueError(f"the latency never crosses {threshold:.3g} s a token, from {guess:.3g}/s")
+        raise ValueError(
+            f"the latency does not cross {threshold:.3g} s per token at rates around {guess:.3g} "
+            "requests/s"
+        )
     while high > low * (1 + tolerance):
         middle = math.sqrt(low * high)
         tried[middle] = latency_at(middle)
@@ -462,7 +474,7 @@ def search(
 
 
 def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None:
-    """Return the interpolated rate at which a curve first exceeds `level`, or None."""
+    """Return the rate at which a curve first exceeds `level`, by interpolation; None if nowhere."""
     before: tuple[float, float] | None = None
     for rate, latency in curve:
         if latency >= level:
@@ -476,7 +488,7 @@ def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None
 
 @cache
 def _device(shape: str, server: str) -> DeviceModel:
-    """Return a server's device model: the measured GPU for 13B models, else the paper's GPUs."""
+    """Return the device model of a server: an H200 for 13B models, else the paper's GPUs."""
     gpu, num_gpus = GPUS[server]
     return device_model(shape, gpu, num_gpus)
 
@@ -501,7 +513,7 @@ def _outcome(served: Run, rate: float) -> Outcome:
 
 
 _servers: dict[Case, Any] = {}
-"""The last engine, by the case that it was made for: a GPU has room for one."""
+"""Maps a case to the engine that was made for it. A GPU has room for one engine only."""
 
 
 def _serve_on_device(
@@ -531,7 +543,7 @@ def _serve_on_device(
 
 
 def _config_of(shape: str, settings: Settings) -> dict[str, Any]:
-    """Return a `config.json` of the shape; quick runs get a tiny model for the CPU."""
+    """Return the fields of `config.json` for the shape; quick runs get a tiny model instead."""
     from bench.common import ALL_SHAPES
     from bench.swap import TINY
 

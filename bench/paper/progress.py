@@ -1,4 +1,4 @@
-"""How far a figure's simulations are, and how long the rest may take, on stderr."""
+"""Show on stderr how many of a figure's simulations are done, and the estimated remaining time."""
 
 import sys
 import time
@@ -6,17 +6,17 @@ import time
 from tqdm import tqdm
 
 FIRST_LINE_S = 10.0
-"""Seconds until the second line in a pipe."""
+"""Seconds between the first and the second progress line, if stderr is not a terminal."""
 
 GROWTH = 1.5
-"""Time of a line in a pipe over that of the line before."""
+"""Factor by which the time of each further progress line is later than that of the line before."""
 
 
 class Progress:
     """Context manager that shows how many of `total` jobs are done.
 
-    On a terminal, the progress is a bar. Otherwise it is printed as lines, less and less often. A
-    single job shows no progress.
+    On a terminal, it shows a bar. Otherwise it prints lines, at growing intervals. If there is only
+    one job, it shows nothing.
 
     Args:
         what: Name of the jobs.
@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, what: str, total: int):
         self._what, self._total = what, total
         self._start, self._due = time.monotonic(), 0.0
-        disable = None if total > 1 else True  # None: unless on a terminal
+        disable = None if total > 1 else True  # With None, tqdm shows the bar only on a terminal.
         self._bar = tqdm(total=total, desc=what, smoothing=0, file=sys.stderr, disable=disable)
         self.show(0)
 

@@ -1,7 +1,7 @@
 """Values that the paper states, by figure (Kwon et al., SOSP 2023, arXiv 2309.06180).
 
-Numbers come from its text, tables and labelled bars, and never from curves of its plots. If the
-text has no ratio or range, the paper's column says "plot only".
+The numbers come from the paper's text, tables and labelled bars, never from the curves of plots. If
+the paper has no number, the column `paper` of a figure says "plot only".
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,18 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A column of table 1.
+    """A column of the paper's table 1: a model and the GPUs that serve it.
 
     Attributes:
         model: Name of the OPT model.
         gpus: The paper's GPUs.
-        gpu_gb: Total GPU memory, GB.
-        weights_gb: Parameter size, GB.
-        kv_gb: Memory for the KV cache, GB.
-        num_slots: Most KV cache slots, tokens.
-        num_layers, hidden_size: OPT's shape; a slot has 2 x layers x hidden x 2 bytes of fp16.
-        trace_seconds: Length of the paper's traces.
+        gpu_gb: Total GPU memory in GB.
+        weights_gb: Size of the parameters in GB.
+        kv_gb: Memory for the KV cache in GB.
+        num_slots: Maximum number of KV cache slots. A slot holds one token.
+        num_layers, hidden_size: Shape of the model. In float16, a slot has
+            2 x num_layers x hidden_size x 2 bytes.
+        trace_seconds: Length of the paper's traces in seconds.
     """
 
     model: str
@@ -57,32 +58,41 @@ MEMORY = {
     "orca_oracle": {"tokens": 38.2, "reserved": 25.2, "internal": 0.0, "external": 36.6},
     "ours": {"tokens": 96.3, "other": 3.7},
 }
-"""Figure 2, percent of KV memory. The figure calls Oracle's 25.2 % internal fragmentation, which
-section 3.1's definition (never used) rules out for a system that knows the lengths: it is what
-that section calls reservation, and is compared with that here."""
+"""Figure 2: percent of the KV memory in each state.
+
+The figure calls Orca (Oracle)'s 25.2 % "internal fragmentation". By the definition in section 3.1,
+internal fragmentation is memory that is never used, and a system that knows the output lengths has
+none. So the 25.2 % are entered as "reserved" here.
+"""
 
 WASTE_PERCENT = 3.7
-"""vLLM's share of KV memory that holds no token states, figure 2."""
+"""Figure 2: percent of vLLM's KV memory that holds no token."""
 
 SUSTAINED_RATIOS = {
     "orca_max": (2.7, 8.0),
     "orca_oracle": (1.7, 2.7),
     "fastertransformer": (None, 22.0),
 }
-"""Section 6.2, ShareGPT, over the three models: request rate of vLLM over that of the system.
-"Up to 22x" has no lower end. Nothing is stated of Orca (Pow2), nor of Alpaca."""
+"""Section 6.2, for ShareGPT: (request rate of vLLM / request rate of the system).
+
+The ranges (lowest, highest) are over the three models. The paper says "up to 22x" of
+FasterTransformer, so that range has no lower end. It states no ratio for Orca (Pow2) or for Alpaca.
+"""
 
 BATCHED = {
     "sharegpt": {"orca_max": 7.00, "orca_pow2": 9.81, "orca_oracle": 13.62, "ours": 30.42},
     "alpaca": {"orca_max": 7.00, "orca_pow2": 43.24, "orca_oracle": 72.75, "ours": 132.44},
 }
-"""Figure 13: mean requests in a batch, OPT-13B."""
+"""Figure 13: mean number of requests in a batch, for OPT-13B."""
 
 BATCHED_RATE = {"sharegpt": 2.0, "alpaca": 30.0}
-"""Figure 13: requests per second."""
+"""Figure 13: request rate in requests per second."""
 
 BASIC_RATIO, BEAM_6_RATIO = 1.3, 2.3
-"""Section 6.3, OPT-13B on Alpaca over Orca (Oracle): one sample, and beam search of width 6."""
+"""Section 6.3, OPT-13B on Alpaca: (rate of vLLM / rate of Orca (Oracle)).
+
+The first number is for one sample per request, the second for beam search of width 6.
+"""
 
 WIDTHS = (2, 4, 6)
 
@@ -90,35 +100,41 @@ SAVED = {
     ("alpaca", "parallel"): (6.09, 8.53, 9.79),
     ("alpaca", "beam"): (37.56, 53.13, 55.16),
 }
-"""Figure 15, percent of blocks saved by sharing, for `WIDTHS`."""
+"""Figure 15: percent of the blocks that sharing saves, for each width in `WIDTHS`."""
 
 SAVED_RANGE = {("sharegpt", "parallel"): (16.2, 30.5), ("sharegpt", "beam"): (44.3, 66.3)}
-"""Section 6.3, the same for ShareGPT: from the narrowest to the widest."""
+"""Section 6.3: the same percentages for ShareGPT, for the smallest and the largest width only."""
 
 PREFIX_RATIOS = {"1-shot": 1.67, "5-shot": 3.58}
-"""Section 6.4: throughput over Orca (Oracle) with a shared prefix of 80 and 341 tokens."""
+"""Section 6.4: (throughput of vLLM / throughput of Orca (Oracle)) if all prompts share a prefix.
+
+The prefix has 80 tokens ("1-shot") or 341 tokens ("5-shot").
+"""
 
 CHAT_RATIO = 2.0
-"""Section 6.5: request rate over any of the three Orca systems."""
+"""Section 6.5: (request rate of vLLM / request rate of each of the three Orca systems)."""
 
 KERNEL_OVERHEAD_PERCENT = (20.0, 26.0)
-"""Section 7.1: how much longer paged attention takes than contiguous attention."""
+"""Section 7.1: by how many percent paged attention takes longer than contiguous attention."""
 
 KERNEL_CONTEXTS, KERNEL_BATCHES = (64, 128, 256), (8, 32)
-"""Figure 18a. "bs" of its legend is the batch size."""
+"""Figure 18a: context lengths in tokens, and batch sizes ("bs" in the legend)."""
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 BEST_BLOCK_SIZES = {"sharegpt": (16, 128), "alpaca": (16, 32)}
-"""Section 7.2: the range of block sizes that did best."""
+"""Section 7.2: the range (smallest, largest) of the best block sizes, by dataset."""
 
 RECOMPUTE_WINS, SWAP_WINS, COMPARABLE = (1, 8), (64, 256), (16, 64)
-"""Section 7.3: block sizes at which each was better, and at which they were alike."""
+"""Section 7.3: ranges of block sizes.
+
+In the first range recomputing was faster, in the second swapping. In the third they were alike.
+"""
 
 RECOMPUTE_OVER_SWAP = 1.2
-"""Section 7.3: recomputation never took more than 20 % above swapping's time."""
+"""Section 7.3: recomputing took at most 1.2 times as long as swapping."""
 
 
 def between(low: float | None, high: float) -> str:
-    """Return a range as text for tables."""
+    """Return a range as text for tables, such as "up to 22" or "2.7 to 8"."""
     return f"up to {high:g}" if low is None else f"{low:g} to {high:g}"

@@ -1,6 +1,6 @@
-"""A figure's outcome: a table on the terminal, JSON, and a picture.
+"""The output of a figure: a table on the terminal, a JSON file, and a picture.
 
-matplotlib draws the pictures (`pip install "jpaged[bench]"`); it is imported when one is drawn.
+matplotlib draws the pictures (`pip install "jpaged[bench]"`). It is imported only to draw.
 """
 
 import dataclasses
@@ -58,12 +58,12 @@ class Figure:
     """A figure of the paper, repeated with jpaged.
 
     Attributes:
-        number: Name on the command line: "12", "18a", "table1".
+        number: Name of the figure on the command line, such as "12", "18a" or "table1".
         title: Title of the figure.
-        rows: The table: names and settings, then `paper`, `ours` and `ratio`.
+        rows: Rows of the table: names and settings, then `paper`, `ours` and `ratio`.
         facts: Other recorded data: curves, definitions and the device.
-        draw: Function that draws on an empty matplotlib figure; None if nothing could be run.
-        size: Width and height of the picture, inches.
+        draw: Function that draws on an empty matplotlib figure; None if nothing was measured.
+        size: Width and height of the picture in inches.
         notes: Sentences under the table.
         device: Device of the times: "simulated NVIDIA H200", "NVIDIA H200", "no device".
     """
@@ -79,10 +79,11 @@ class Figure:
 
 
 def compared(paper: float | Sequence[float | None] | None, ours: float | None) -> dict[str, Any]:
-    """Return the cells `paper`, `ours` and `ratio` (ours divided by the paper's).
+    """Return the cells `paper`, `ours` and `ratio` (ours / paper) of a table row.
 
-    For a range (low, high), the ratio is 1 inside the range, and relative to the nearer end
-    outside. If `paper` is None, the paper has only a plot and the ratio is None.
+    `paper` may be a range (low, high). The ratio is then 1 if `ours` is in the range; otherwise it
+    is `ours` divided by the nearer end of the range. If `paper` is None, the paper has only a plot,
+    and the ratio is None.
     """
     if paper is None:
         return {"paper": PLOT_ONLY, "ours": ours, "ratio": None}
@@ -104,7 +105,7 @@ def _ratio(low: float | None, high: float, ours: float | None) -> float | None:
 
 
 def require_matplotlib() -> None:
-    """Check that pictures can be drawn, before anything is run for them.
+    """Check that pictures can be drawn. Call this before the measurements start.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -141,20 +142,20 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
 
 
 def picture_name(number: str, device: str) -> str:
-    """Return the file name of a figure's picture, which names the device of a measured figure."""
+    """Return the file name of a figure's picture; it names the device of a measured figure."""
     stem = f"figure_{number}" if number[0].isdigit() else number
     is_measured = not device.startswith(("simulated", "no device"))
     return f"{stem}_measured.png" if is_measured else f"{stem}.png"
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Draw a figure into a PNG file."""
+    """Draw a figure, and save it as a PNG file at `path`."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     if figure.draw is None:
-        raise ValueError(f"figure {figure.number} has nothing to draw")
+        raise ValueError(f"figure {figure.number} has no measurements to draw")
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         FigureCanvasAgg(canvas)
@@ -171,13 +172,16 @@ def draw_curves(
     title: str = "",
     threshold: float | None = None,
 ) -> None:
-    """Draw normalised latency against request rate, one line per system, cut at high latency.
+    """Draw normalised latency against request rate, with one line per system.
+
+    The axis ends at 2.5 times the threshold, so higher latencies are not visible.
 
     Args:
-        axes: Where to draw.
-        curves: By system, pairs (requests per second, seconds per token).
+        axes: The matplotlib axes.
+        curves: For each system, pairs (requests per second, seconds per token).
         title: Title of the panel.
-        threshold: Normalised latency up to which a rate counts as sustained: a dashed line.
+        threshold: Normalised latency up to which a rate counts as sustained, drawn as a dashed
+            line.
     """
     top = 2.5 * threshold if threshold else max(y for c in curves.values() for _, y in c)
     for system, points in curves.items():
@@ -197,7 +201,7 @@ def draw_bars(
     colours: Mapping[str, str],
     number: str = "{:.1f}",
 ) -> None:
-    """Draw groups of bars with a number at each bar. None draws no bar."""
+    """Draw groups of bars, with a number at each bar. A value of None has no bar."""
     width = 0.8 / len(series)
     for place, (name, values) in enumerate(series.items()):
         at = [i + (place - (len(series) - 1) / 2) * width for i in range(len(groups))]
@@ -220,7 +224,7 @@ def legend_above(canvas: "Canvas", axes: "Axes", columns: int = 5) -> None:
 
 
 def footnote(canvas: "Canvas", text: str) -> None:
-    """Write the source of the numbers under the panels."""
+    """Write a line of text under the panels, which names the source of the numbers."""
     canvas.supxlabel(text, fontsize=7.5, color=GREY)
 
 
@@ -233,7 +237,7 @@ def log_blocks(axes: "Axes", sizes: Sequence[int]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: numbers with seven digits, and keys as text."""
+    """Convert a value for JSON: round numbers to seven digits, and convert keys to strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
@@ -243,6 +247,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
-        # JSON has no infinity and no NaN.
+        # JSON has no infinity and no NaN, so write null instead.
         return float(f"{value:.7g}") if value == value and abs(value) != float("inf") else None
     return value

@@ -1,17 +1,19 @@
 """Serve a trace in simulated time: the real scheduler and allocators with modelled step times.
 
 The simulator repeats the overlapped loop of `jpaged.engine.loop` without a device. A planned step
-starts when the previous step ends, and the host then reads the step before. An arriving request is
-part of the next plan, and the blocks of a sequence are freed one step after its last token. The
-host's time is hidden behind the steps, except for `Coefficients.step`. Steps are padded to the
-engine's buckets. Bursts are not simulated: only models below 5 GB of weights have them.
+starts when the previous step ends. At that time the host reads the tokens of the previous step. An
+arriving request is part of the next plan, and the blocks of a sequence are freed one step after its
+last token. The host's work overlaps with the steps, except for `Coefficients.step`. Steps are
+padded to the engine's buckets. Bursts are not simulated, because the engine uses bursts only for
+models with less than 5 GB of weights.
 
-A transfer to host memory overlaps with later steps; a step waits for what comes back before it,
-since that is written to the pool. Transfers follow each other on one link.
+A transfer to host memory overlaps with later steps. A step waits for the blocks that are swapped in
+before it, because the transfer writes them to the pool. There is one link, so transfers do not
+overlap with each other.
 
-Orca and the FasterTransformer-like server share nothing: each sample or beam is a separate request
-that computes its prompt. In their favour, copying beams takes no time. Tokens are synthetic, and
-the beams' candidates come from `bench.synthetic_beams`.
+Orca and the FasterTransformer-like server cannot share blocks, so each sample or beam is a separate
+request that computes the prompt again. To their advantage, copying beams takes no time. Tokens are
+synthetic, and the candidates of beams come from `bench.synthetic_beams`.
 """
 
 import math
@@ -38,43 +40,45 @@ from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 2048, 2048
 STEPS_PER_SAMPLE = 8
-"""Number of steps between two samples of the memory."""
+"""The memory is sampled every `STEPS_PER_SAMPLE` steps."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a trace.
+    """Results of serving a trace of R requests.
 
     Attributes:
         system: One of `allocators.SYSTEMS`.
-        arrivals, first_tokens, finishes: Seconds since the trace began [R]; nan if the event did
-            not happen. A request finishes with the last of its sequences.
-        output_lens: Tokens of each output [R].
+        arrivals, first_tokens, finishes: Time of each event in seconds since the trace began [R];
+            nan if the event did not happen. A request finishes when its last sequence finishes.
+        output_lens: Number of tokens of each output [R].
         gave_up: Whether the run was stopped early, because the mean latency of the whole trace was
             certain to exceed `give_up_at`.
-        normalized_latency: Mean of (finish - arrival) / output tokens, seconds per token. A lower
-            bound if `gave_up` is True.
-        seconds: From the first arrival to the last token.
-        busy_seconds: Time of all steps, part of `seconds`.
+        normalized_latency: Mean of (finish - arrival) / output tokens, in seconds per token. It is
+            a lower bound if `gave_up` is True.
+        seconds: Seconds from the first arrival to the last token.
+        busy_seconds: Total seconds of all steps.
         num_steps: Number of steps.
-        num_output_tokens: Tokens of all samples, or of all beams.
-        num_prompt_tokens: Prompt tokens of the arrived requests, once per request.
-        num_computed_tokens: Tokens that steps computed.
-        num_recomputed_tokens: Tokens that were computed again after a preemption.
-        mean_batch: Mean number of requests in the batch, weighted by the time of steps. Parts of a
-            request that are served separately count as fractions.
-        mean_batch_of_steps: Like `mean_batch`, with equal weights for all steps.
-        memory: "tokens", "reserved", "internal", "external" and "free": percent of all KV slots
-            (see `TokenStates`). Time-weighted mean over steps while a request waits for memory, or
-            over all steps if no request ever waits.
+        num_output_tokens: Number of output tokens of all samples, or of all beams.
+        num_prompt_tokens: Number of prompt tokens of the arrived requests; a prompt counts once.
+        num_computed_tokens: Number of tokens that the steps computed.
+        num_recomputed_tokens: Number of tokens that were computed again after a preemption.
+        mean_batch: Mean number of requests in the batch, weighted by the time of the steps. If the
+            samples of a request are served as separate requests, each counts as a fraction.
+        mean_batch_of_steps: The same mean with equal weights for all steps.
+        memory: Percent of all KV slots in each state of `TokenStates`: "tokens", "reserved",
+            "internal", "external", "free". Mean over the time in which a request waits for memory,
+            or over the time of all steps if no request ever waits.
         memory_held: Percent of all KV slots that requests hold, mean over the time of all steps.
-        allocated_waste: Percent of held slots without a token, mean over held slots and time.
+        allocated_waste: Percent of the held slots that have no token, from the sums over time of
+            both numbers.
         waste_formula: Half a block per sequence, as a percentage of the held slots.
-        num_logical_blocks, num_physical_blocks: Blocks needed without sharing and blocks held,
-            both summed over the sampled steps.
+        num_logical_blocks, num_physical_blocks: Number of blocks that would be needed without
+            sharing, and number of held blocks, both summed over the sampled steps.
         num_preemptions: Number of preemptions.
-        swapped_bytes: Bytes moved to and from host memory.
-        num_query_tokens, num_hit_tokens: Prompt tokens looked up in the prefix cache, and found.
+        swapped_bytes: Number of bytes moved to and from host memory.
+        num_query_tokens, num_hit_tokens: Number of prompt tokens looked up in the prefix cache, and
+            number of those found.
     """
 
     system: str
@@ -106,22 +110,22 @@ class Run:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in the trace."""
+        """Number of requests of the trace."""
         return len(self.arrivals)
 
     @property
     def num_finished(self) -> int:
-        """Number of requests with complete answers."""
+        """Number of requests whose answers are complete."""
         return int(np.isfinite(self.finishes).sum())
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens per second."""
+        """Output tokens per second, over `seconds`."""
         return self.num_output_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def shared_savings(self) -> float:
-        """Percent of blocks saved by sharing."""
+        """Percent of the logical blocks that sharing saves."""
         return 100 * (1 - self.num_physical_blocks / max(self.num_logical_blocks, 1))
 
 
@@ -144,29 +148,30 @@ def simulate(
     """Serve a trace in simulated time.
 
     Args:
-        trace: Requests by arrival.
+        trace: Requests, sorted by arrival.
         system: One of `allocators.SYSTEMS`.
-        device: Step times.
-        num_slots: Tokens that the KV memory holds, the null block not counted.
-        block_size: Slots a block; also the unit of contiguous ranges.
-        num_samples: Samples of each request.
-        beam_width: Each request is a beam search of this width instead.
-        prefix_caching: Whether prompts that begin alike share blocks; only with "ours".
-        preemption: "recompute", or "swap", with host memory for a whole pool; only "ours" preempts.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step.
-        max_model_len: Most tokens of a sequence.
-        give_up_at: A mean normalised latency, seconds a token. The run ends when the whole trace's
-            is certain to be higher.
+        device: Device model, which gives the times of steps.
+        num_slots: Number of tokens that the KV memory holds, without the null block.
+        block_size: Number of slots of a block; also the unit of contiguous ranges.
+        num_samples: Number of samples of each request.
+        beam_width: If set, each request is a beam search of this width.
+        prefix_caching: Whether prompts with a common prefix share blocks; only with "ours".
+        preemption: "recompute", or "swap" to host memory as large as the pool. Only "ours"
+            preempts.
+        max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        max_model_len: Maximum number of tokens of a sequence.
+        give_up_at: Limit of the mean normalised latency in seconds per token. The run stops when
+            the mean over the whole trace is certain to be higher.
 
     Raises:
         ValueError: an argument is out of range, the trace is not sorted by arrival, or a request
             is too large for the memory.
     """
     if any(a.arrival > b.arrival for a, b in pairwise(trace)):
-        raise ValueError("trace must be in the order of arrival: sort it")
+        raise ValueError("trace is not in the order of arrival: sort the requests by arrival")
     if beam_width is not None and num_samples != 1:
-        raise ValueError(f"num_samples={num_samples} with a beam search: give one of the two")
+        raise ValueError(f"num_samples={num_samples} and beam_width are both set: pass only one")
     work = Workload(trace, system, num_samples, beam_width, prefix_caching)
     num_blocks = 1 + num_slots // block_size
     manager = make_manager(
@@ -183,15 +188,15 @@ def simulate(
 
 
 class Workload:
-    """A trace as requests for the scheduler, and the progress of these requests.
+    """Converts the requests of a trace to requests for the scheduler, and records their progress.
 
     Attributes:
-        trace: The requests of the trace.
+        trace: The R requests of the trace.
         system: System that serves the requests.
         width: Number of samples or beams per request.
-        is_search: Whether to use beam search instead of samples.
-        prefix_caching: Whether prefix caching is on, so that token ids matter.
-        first_tokens, finishes: Seconds [R]; nan before the event.
+        is_search: Whether requests are beam searches.
+        prefix_caching: Whether prefix caching is on, so that the values of token ids matter.
+        first_tokens, finishes: Time of each event in seconds [R]; nan before the event.
     """
 
     def __init__(
@@ -211,16 +216,20 @@ class Workload:
         self.prefix_caching = prefix_caching
         self._seq_ids = count()
         self._num_left = [0] * len(trace)
-        # Sums over finished requests and over arrived requests, for a lower bound of the mean.
+        # Sums over finished requests, and over unfinished requests that have arrived. They give a
+        # lower bound of the mean latency.
         self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
 
     @property
     def num_apart(self) -> int:
-        """Number of separate requests per request of the trace."""
+        """Number of requests that the scheduler gets for each request of the trace."""
         return 1 if self.system == "ours" else self.width
 
     def requests(self, index: int) -> list[Request]:
-        """Record an arrival, and return its request, or one request per sample."""
+        """Record an arrival, and return the scheduler's requests for it.
+
+        Systems that share no blocks get one request per sample or beam, "ours" gets one request.
+        """
         self.note_arrival(index)
         apart, stop = self.num_apart, StopCriteria(self.trace[index].output_len)
         return [
@@ -236,7 +245,10 @@ class Workload:
         ]
 
     def prompt(self, index: int) -> list[int]:
-        """Return token ids. Their values matter only for prefix caching and beam search."""
+        """Return the token ids of a prompt.
+
+        Their values matter only for prefix caching and beam search. Otherwise all are 1.
+        """
         given = self.trace[index]
         if not given.prompt:
             if self.prefix_caching or self.is_search:
@@ -245,7 +257,7 @@ class Workload:
         return [token for piece in given.prompt for token in stream_tokens(*piece)]
 
     def outputs(self, index: int) -> list[int]:
-        """Return the output tokens: the continuation of the prompt's last token stream."""
+        """Return the output tokens of a request, which continue the prompt's last token stream."""
         given = self.trace[index]
         stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
         return stream_tokens(stream, stop, stop + given.output_len)
@@ -259,11 +271,11 @@ class Workload:
         self._sum_arrivals += given.arrival * weight
 
     def note_first(self, index: int, now: float) -> None:
-        """Record the time of a first token, unless the request has one already."""
+        """Record the time of a request's first token, unless it is recorded already."""
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """Record that a request has ended. A request of the trace has `num_apart` requests."""
+        """Record that one of the `num_apart` requests of request `index` of the trace has ended."""
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]
@@ -286,14 +298,17 @@ def index_of(request: Request) -> int:
 
 
 def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
-    """Return tokens start to stop of an endless random stream of 31-bit ids."""
+    """Return tokens `start` to `stop` of endless stream number `stream` of pseudo-random ids.
+
+    The ids have 31 bits.
+    """
     places = np.arange(start, stop, dtype=np.uint64) + np.uint64(1)
     mixed = (places + np.uint64(stream % 2**40) * np.uint64(2**20)) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(33)).astype(np.int64).tolist()
 
 
 class Padding:
-    """Computes the work of a plan, padded to the engine's buckets."""
+    """Computes the `StepWork` of a plan, padded to the engine's buckets."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
@@ -302,7 +317,7 @@ class Padding:
         self._logits = [0] + [buckets.num_logits_rows(rows) for rows in self._decode[1:]]
 
     def work_of(self, plan: StepPlan) -> StepWork:
-        """Return the padded work of a step."""
+        """Return the work of a planned step, with padding."""
         scheduled = plan.scheduled
         if plan.is_decode:
             num_seqs = len(scheduled)
@@ -323,14 +338,14 @@ class Padding:
 
 
 class _MemorySample(NamedTuple):
-    """Memory after one step, in slots.
+    """Numbers of KV slots after one step.
 
     Attributes:
-        is_full: Whether a request waits although the batch has free rows for it.
-        states: Slots by state.
-        held: Slots in held blocks or ranges.
-        waste: Held slots without a token.
-        half_blocks: Half a block per sequence that holds blocks, the expected waste.
+        is_full: Whether a request waits for memory although the batch has free rows.
+        states: Number of slots in each state.
+        held: Number of slots in held blocks or ranges.
+        waste: Number of held slots without a token.
+        half_blocks: Expected waste: half a block for each sequence that holds blocks.
     """
 
     is_full: bool
@@ -341,7 +356,7 @@ class _MemorySample(NamedTuple):
 
 
 class Tally:
-    """Means and sums over a scheduler's steps.
+    """Collects sums and means over the steps of a scheduler.
 
     Attributes:
         seconds: Total time of the steps.
@@ -358,13 +373,15 @@ class Tally:
         self.num_steps = self.num_computed = self.num_recomputed = 0
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
-        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether a request waits for memory
+        # Slots in each state times seconds, by whether a request waits for memory.
+        self._looked = {True: np.zeros(5), False: np.zeros(5)}
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0
-        self._seen: _MemorySample | None = None  # latest sample since the last `spend`
-        # Number of tokens of each sequence that steps with prompts have computed.
+        # `_seen` is the latest memory sample since the last call of `spend`.
+        self._seen: _MemorySample | None = None
+        # By sequence id: number of computed tokens after the sequence's last non-decode step.
         self._prompt_ends: dict[int, int] = {}
-        # Number of computed tokens that each sequence lost in a preemption.
+        # By sequence id: number of computed tokens that the sequence lost in a preemption.
         self._lost: dict[int, int] = {}
 
     def note(self, plan: StepPlan) -> None:
@@ -403,7 +420,7 @@ class Tally:
             self._prompt_ends.pop(sequence.seq_id, None)
 
     def _note_prompts(self, plan: StepPlan) -> None:
-        """Count recomputed tokens. Decode steps need no call, because they recompute nothing."""
+        """Count the tokens that a step with prompts recomputes. Decode steps recompute nothing."""
         for sequence, start, num_tokens, _, _ in plan.scheduled:
             seq_id, end = sequence.seq_id, start + num_tokens
             lost = self._lost.get(seq_id, 0)
@@ -443,7 +460,7 @@ class Tally:
         return _MemorySample(is_full, states, held, held - report.num_token_slots, half_blocks)
 
     def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
-        """Return the results of a trace that ended at time `now`."""
+        """Return the results of a trace that ended, or was stopped, at time `now`."""
         trace, cache = work.trace, self._scheduler.block_manager.prefix_cache
         ends = work.finishes[np.isfinite(work.finishes)]
         end = now if work.num_open or not len(ends) else float(ends.max())
@@ -497,7 +514,7 @@ class _Simulation:
         self._tally = Tally(scheduler, work.num_apart)
         self._now = self._device_free = self._link_free = 0.0
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        self._next = 0  # of the trace, to arrive
+        self._next = 0  # `_next` is the index of the next request to arrive.
         self._outputs: dict[int, list[int]] = {}
         self._num_outputs = 0
         self._any_tokens = np.zeros(scheduler.config.max_num_seqs, np.int64)
@@ -512,7 +529,7 @@ class _Simulation:
                 self._launch(plan)
             elif not self._in_flight:
                 if self._next == len(trace):
-                    raise RuntimeError(f"{work.num_open} requests are left, and none can run")
+                    raise RuntimeError(f"{work.num_open} requests are unfinished, and none can run")
                 self._now = trace[self._next].arrival
             num_ahead = 1 if plan is not None else 0
             while len(self._in_flight) > num_ahead:
@@ -556,7 +573,7 @@ class _Simulation:
             self._tally.spend(end - start)
 
     def _link(self, start: float, num_blocks: int) -> float:
-        """Queue a transfer, and return the time at which the transfer ends."""
+        """Queue a transfer that may begin at `start`, and return the time at which it ends."""
         size = self._scheduler.block_manager.block_size
         self._link_free = max(self._link_free, start) + self._device.swap_seconds(num_blocks, size)
         return self._link_free

@@ -1,20 +1,20 @@
-"""Requests as the paper's section 6 draws them: when they arrive and how long they are.
+"""Random requests as in section 6 of the paper: their arrival times and lengths.
 
-Arrivals follow a Poisson process. The datasets are not shipped; lengths are log-normal with sigma
-1, right-skewed as in the paper's figure 11, and have its means:
+Arrivals follow a Poisson process. The datasets are not shipped. Instead, lengths are log-normal
+with sigma 1, right-skewed as in figure 11 of the paper, with the means that the figure states:
 
 | lengths  | mean prompt | mean output |
 |----------|-------------|-------------|
 | sharegpt | 161.31      | 337.99      |
 | alpaca   | 19.31       | 58.45       |
 
-A prompt has 1 to 2,047 tokens and an output at least 1, at most what the prompt leaves of 2,048
-tokens, OPT's longest sequence. Clipping lowers a mean, so each scale is chosen such that the mean
-after clipping is the one above. The mean of a trace of n requests differs from it by about
-1.1 / sqrt(n). Prompt and output are independent.
+A prompt has 1 to 2,047 tokens. An output has at least 1 token, and prompt and output together have
+at most 2,048 tokens, the longest sequence of OPT. Clipping lowers a mean, so the scales of the
+distributions are chosen such that the means after clipping are the ones above. The mean of a trace
+of n requests has a relative deviation of about 1.1 / sqrt(n). Prompt and output are independent.
 
-A seed gives the same requests at each rate: gaps are drawn for one request a second and divided
-by the rate. `from_file` takes lengths from a user's file in place of the distribution.
+A seed gives the same requests at every rate: gaps are drawn for one request per second, and then
+divided by the rate. `from_file` draws the lengths from a user's file instead.
 """
 
 import functools
@@ -30,32 +30,32 @@ from statistics import NormalDist
 import numpy as np
 
 MAX_MODEL_LEN = 2048
-"""Tokens of OPT's longest sequence, prompt and output together."""
+"""Maximum number of tokens of a sequence of OPT, prompt and output together."""
 
 SIGMA = 1.0
-"""Standard deviation of the logarithm of a length."""
+"""Standard deviation of the natural logarithm of a length."""
 
 MEAN_LENGTHS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
-"""Mean prompt and output tokens of each dataset, from figure 11."""
+"""Mean number of prompt tokens and of output tokens of each dataset, from figure 11."""
 
 NUM_PREFIX_TOKENS = {"1-shot": 80, "5-shot": 341}
-"""Tokens that all prompts of figure 16 share."""
+"""Number of tokens that all prompts of figure 16 share (the prefix)."""
 
 MEAN_TRANSLATION = (25.0, 30.0)
-"""Mean tokens of figure 16's own part of a prompt and of its output.
+"""Mean number of prompt tokens after the shared prefix of figure 16, and of output tokens.
 
-The paper does not state them. A WMT16 English-German sentence has some 20 to 25 words, so these
-are a guess, and the figure's records say that they are.
+The paper does not state these numbers. They are a guess, since a WMT16 English-German sentence has
+20 to 25 words. The records of the figure say that they are a guess.
 """
 
 CHAT_PROMPT = CHAT_OUTPUT = 1024
-"""Most prompt and output tokens of a round of figure 17."""
+"""Maximum number of prompt tokens, and of output tokens, in a round of figure 17."""
 
 MEAN_ROUNDS, MEAN_PAUSE_S = 10, 30.0
-"""Mean rounds of a conversation and mean seconds from one round's arrival to the next's.
+"""Mean number of rounds of a conversation, and mean seconds between arrivals of its rounds.
 
-The paper states neither; it says that most prompts have all 1,024 tokens. With ten rounds of
-ShareGPT-like lengths 77 % have.
+The paper states neither number. It says that most prompts have the maximum of 1,024 tokens. With
+ten rounds of ShareGPT-like lengths, 77 % of the prompts have the maximum.
 """
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -69,11 +69,12 @@ class TraceRequest:
     """A request of a trace.
 
     Attributes:
-        arrival: Seconds since the trace began.
-        prompt_len: Prompt tokens.
-        output_len: Tokens of each output; end tokens are ignored.
-        prompt: Tokens of the prompt for prefix caching: pieces `(stream, start, stop)` of endless
-            token streams. Equal pieces are equal tokens. Empty: the prompt shares no tokens.
+        arrival: Arrival time in seconds since the trace began.
+        prompt_len: Number of prompt tokens.
+        output_len: Number of tokens of each output; end tokens are ignored.
+        prompt: Tokens of the prompt, for prefix caching: pieces `(stream, start, stop)` of endless
+            token streams. Equal pieces have equal tokens. If empty, the prompt has no token in
+            common with other prompts.
     """
 
     arrival: float
@@ -84,12 +85,12 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of the prompt and output lengths of a trace.
+    """Source from which the prompt lengths and output lengths of a trace are drawn.
 
     Attributes:
         name: Name in tables and file names.
-        means: Mean prompt and output tokens after clipping.
-        draw: `draw(count, rng)` gives `count` prompt lengths and output lengths.
+        means: Mean number of prompt tokens and of output tokens, after clipping.
+        draw: `draw(count, rng)` returns `count` prompt lengths and `count` output lengths.
     """
 
     name: str
@@ -98,20 +99,20 @@ class Source:
 
 
 def of_dataset(name: str) -> Source:
-    """Return lengths distributed like the paper's dataset `name`.
+    """Return a source of lengths that are distributed like those of the paper's dataset `name`.
 
     Raises:
         ValueError: `name` is not a key of `MEAN_LENGTHS`.
     """
     if name not in MEAN_LENGTHS:
-        raise ValueError(f"lengths {name!r} are unknown; give one of {', '.join(MEAN_LENGTHS)}")
+        raise ValueError(f"lengths {name!r} are unknown: pass one of {', '.join(MEAN_LENGTHS)}")
     return log_normal(name, MEAN_LENGTHS[name])
 
 
 def log_normal(name: str, means: tuple[float, float], longest: int = MAX_MODEL_LEN) -> Source:
-    """Return log-normal lengths with the given means after clipping.
+    """Return a source of log-normal lengths with the given means after clipping.
 
-    The maximum of prompt plus output is `longest`.
+    Prompt and output have at most `longest` tokens together.
     """
     scales = solve_scales(*means, longest)
 
@@ -124,11 +125,11 @@ def log_normal(name: str, means: tuple[float, float], longest: int = MAX_MODEL_L
 
 
 def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
-    """Return the lengths in a JSON lines file, drawn with replacement.
+    """Return a source that draws lengths from a JSON lines file, with replacement.
 
-    Each line is an object. Either `prompt_len` and `output_len` are token counts, or `prompt` and
-    `output` are texts. Each word and each punctuation mark of a text counts as a token; a tokenizer
-    would give about a quarter more tokens. Long sequences are clipped, like other drawn lengths.
+    Each line is an object with either the token counts `prompt_len` and `output_len`, or the texts
+    `prompt` and `output`. Each word and each punctuation mark of a text counts as a token; a
+    tokenizer would give about a quarter more tokens. Long sequences are clipped to `longest`.
 
     Raises:
         ValueError: the file cannot be read or is empty, or a line is not such an object. The
@@ -141,7 +142,7 @@ def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
         raise ValueError(f"cannot read the trace file {str(path)!r}: {error}") from error
     pairs = [_pair(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not pairs:
-        raise ValueError(f"the trace file {str(path)!r} has no requests; give a line for each")
+        raise ValueError(f"the trace file {str(path)!r} has no requests: write one line for each")
     prompts, outputs = np.array(pairs).T
     prompts = np.minimum(prompts, longest - 1)
     outputs = np.minimum(outputs, longest - prompts)
@@ -166,7 +167,7 @@ def poisson(source: Source, rate: float, seconds: float, seed: int) -> list[Trac
 
 
 def with_prefix(trace: Sequence[TraceRequest], num_tokens: int) -> list[TraceRequest]:
-    """Put the same `num_tokens` tokens before each prompt, for figure 16."""
+    """Return the trace with the same `num_tokens` tokens before each prompt, for figure 16."""
     return [
         replace(
             request,
@@ -190,18 +191,19 @@ def chat(
     """Return the rounds of conversations for figure 17, on average `rate` rounds per second.
 
     The prompt of a round is the conversation so far and the new question, cut to the last
-    `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. Conversations begin as a
-    Poisson process and have a geometric number of rounds. Rounds follow each other after
-    exponential pauses, even if the previous answer is incomplete. Questions and answers have the
-    lengths of `source` (default: ShareGPT). The first conversations begin before the trace, so that
-    the trace is stationary.
+    `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. The starts of conversations
+    are a Poisson process, and the number of rounds is geometric. The pauses between the arrivals of
+    rounds are exponential; a round may arrive before the previous answer is complete. Questions and
+    answers have the lengths of `source` (None: ShareGPT-like). The first conversations begin before
+    the trace, so that the mean number of open conversations is constant during the trace.
 
     Raises:
         ValueError: `rate` or `seconds` is not a positive number.
     """
     _check_positive(rate=rate, seconds=seconds)
     source = source or of_dataset("sharegpt")
-    # Omit conversations that begin earlier: at most e**-5 of them still run at time 0.
+    # Leave out conversations that begin earlier than this many seconds before the trace: at most
+    # e**-5 of them still run at time 0.
     lead = 5 * MEAN_ROUNDS * MEAN_PAUSE_S
     rng = np.random.default_rng([seed, 2])
     begins = _arrivals(rate / MEAN_ROUNDS, seconds + lead, np.random.default_rng([seed, 0])) - lead
@@ -227,7 +229,9 @@ def _conversation(
 
 @functools.cache
 def solve_scales(mean_prompt: float, mean_output: float, longest: int) -> tuple[float, float]:
-    """Return the medians of the log-normal distributions with the given means after clipping.
+    """Return the medians of prompt and output lengths that give these means after clipping.
+
+    Both lengths are log-normal, and have at most `longest` tokens together.
 
     Raises:
         ValueError: a mean cannot be reached within `longest` tokens.
@@ -268,7 +272,7 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Return Poisson arrival times below `seconds`. A different rate scales the same times."""
+    """Return the times of a Poisson process below `seconds`; another rate scales the same times."""
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()
@@ -277,7 +281,10 @@ def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarr
 
 
 def _lengths(source: Source, count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Draw lengths in chunks of 1,000, so that long and short traces begin with equal requests."""
+    """Draw `count` prompt lengths and output lengths.
+
+    They are drawn in chunks of 1,024, so that long and short traces begin with the same requests.
+    """
     rng = np.random.default_rng([seed, 1])
     drawn = [source.draw(1024, rng) for _ in range(-(-count // 1024) or 1)]
     prompts, outputs = (np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
@@ -290,12 +297,14 @@ def _pair(line: str, where: str) -> tuple[int, int]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: an object is wanted, not {line[:60]!r}")
+        raise ValueError(f"{where}: must be a JSON object, not {line[:60]!r}")
     if "prompt_len" in fields or "output_len" in fields:
         return _count(fields, "prompt_len", where), _count(fields, "output_len", where)
     if "prompt" in fields or "output" in fields:
         return _num_words(fields, "prompt", where), _num_words(fields, "output", where)
-    raise ValueError(f"{where}: neither prompt_len and output_len nor prompt and output are there")
+    raise ValueError(
+        f"{where}: has neither prompt_len and output_len nor prompt and output: add two of them"
+    )
 
 
 def _count(fields: dict, name: str, where: str) -> int:
@@ -308,7 +317,7 @@ def _count(fields: dict, name: str, where: str) -> int:
 def _num_words(fields: dict, name: str, where: str) -> int:
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} must be a text that is not empty, not {value!r}")
+        raise ValueError(f"{where}: {name} must be a string with at least one word, not {value!r}")
     return len(_WORD.findall(value))
 
 
@@ -319,6 +328,6 @@ def _check_positive(**values: float) -> None:
 
 
 def mean_lengths(trace: Iterable[TraceRequest]) -> tuple[float, float]:
-    """Return the mean prompt and output lengths in tokens."""
+    """Return the mean prompt length and the mean output length, in tokens."""
     lengths = np.array([(request.prompt_len, request.output_len) for request in trace])
     return float(lengths[:, 0].mean()), float(lengths[:, 1].mean())

@@ -1,1 +1,4 @@
-"""From naive attention to one ragged launch, one step per file: `python -m examples.ladder`."""
+"""Attention in five versions (rungs), from naive to one ragged launch: `python -m examples.ladder`.
+
+Each rung is one file.
+"""

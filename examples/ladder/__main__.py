@@ -1,4 +1,4 @@
-"""Run all rungs and jpaged's kernel, and check each against the previous one."""
+"""Run all versions of attention (rungs) and jpaged's kernel; compare each with the previous one."""
 
 from examples.ladder import (
     jpaged_kernels,

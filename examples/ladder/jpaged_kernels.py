@@ -18,14 +18,17 @@ from pallas_kernels import Backend, LayerKV, paged_prefill_attention, select_bac
 
 
 def rungs() -> tuple[SimpleNamespace, ...]:
-    """Return a rung for this device's backend; without a GPU, also one for the interpreter."""
+    """Return a rung with jpaged's kernel on this device.
+
+    Without a GPU, also return a rung with the interpreted Triton kernel.
+    """
     backend = select_backend(jax.default_backend())
     others = () if backend is Backend.TRITON else (Backend.INTERPRET,)
     return tuple(rung_of(each) for each in (backend, *others))
 
 
 def rung_of(backend: Backend) -> SimpleNamespace:
-    """Return a rung that runs the kernel on a backend."""
+    """Return a rung that runs `paged_prefill_attention` on a backend."""
 
     @jax.jit
     def attend(q, k_pool, v_pool, block_tables, query_start_loc, seq_lens):
@@ -41,7 +44,11 @@ def rung_of(backend: Backend) -> SimpleNamespace:
 
 
 def prepare(work: Workload):
-    """Return queries [T, N, H], the pools, block tables [B, M], row offsets [B + 1] and lengths."""
+    """Return the arguments of the kernel.
+
+    They are queries [T, N, H], the pools, block tables [B, M], the first row of each sequence
+    [B + 1], and the lengths [B].
+    """
     _, k_pool, v_pool, tables, *_ = rung_4_block_tables.prepare(work)
     query_start_loc = np.cumsum([0, *work.lengths], dtype=np.int32)
     seq_lens = np.array(work.lengths, np.int32)
@@ -49,16 +56,16 @@ def prepare(work: Workload):
 
 
 def tile_of(function, arguments) -> tuple[int, int]:
-    """Return the numbers of queries and keys of a tile in the traced kernel.
+    """Return the numbers of queries and of keys of a tile, read from the traced kernel.
 
-    The last GEMM of the kernel multiplies the weights [queries, keys] by the values.
+    The last GEMM of the kernel multiplies the softmax weights [queries, keys] by the values.
     """
     *_, last = products(jax.make_jaxpr(function)(*arguments).jaxpr)
     return last[-2], last[-1]
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of each GEMM's left operand in order, also inside loops and calls."""
+    """Yield the shape of the left operand of each GEMM, in order, including loops and calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.invars[0].aval.shape

@@ -23,7 +23,7 @@ TITLE = "1 naive, contiguous cache"
 
 
 def prepare(work: Workload):
-    """Return padded queries, keys and values, and each token's sequence and position."""
+    """Return padded queries, keys and values; and the sequence and position of each token."""
     arrays = (work.padded(x) for x in (work.q, work.k, work.v))
     return *arrays, work.sequence, work.position
 
@@ -32,17 +32,17 @@ def prepare(work: Workload):
 def attend(q, k_cache, v_cache, sequence, position):
     """Return the causal attention of every token, [T, N, H]; q and the cache are padded."""
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k_cache) / HEAD_SIZE**0.5
-    # A token sees itself and the tokens before it. Padding follows all tokens, so the causal mask
-    # hides padding too. But the masked scores have already been computed.
+    # A token sees itself and the tokens before it. Padding comes after the tokens, so the causal
+    # mask hides the padding too. But all scores, masked or not, have been computed before.
     places = jnp.arange(q.shape[1])
     visible = places[None, :] <= places[:, None]  # [query, key]
     scores = jnp.where(visible[None, None], scores, -jnp.inf)
-    # Softmax divides e^(s - max) by the sum over all scores of a query. The subtraction leaves the
-    # result unchanged and keeps e^s in range.
+    # Softmax divides e^(s - max) by its sum over all scores s of a query. Subtracting the maximum
+    # does not change the result, and prevents an overflow of e^s.
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum("bnqk,bknh->bqnh", weights, v_cache)
-    return out[sequence, position]  # drops the padding rows, after their computation
+    return out[sequence, position]  # The padding rows have been computed too, and are dropped here.
 
 
 def cost(work: Workload) -> Cost:

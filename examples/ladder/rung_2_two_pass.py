@@ -26,7 +26,7 @@ def prepare(work: Workload):
 
 
 def attend(queries, k_pool, v_pool, block_tables):
-    """Return the causal attention of every token, [T, N, H], one sequence after the other."""
+    """Return the causal attention of every token, [T, N, H]; compute one sequence after another."""
     outs = []
     for q, table in zip(queries, block_tables, strict=True):
         largest = jnp.full(q.shape[:2], -jnp.inf)  # [L, N]
@@ -41,19 +41,19 @@ def attend(queries, k_pool, v_pool, block_tables):
 
 @jax.jit
 def first_pass(largest, q, k_pool, block, index):
-    """Update the largest score of each query and head with a block."""
+    """Return the largest score so far of each query and head, including the scores of a block."""
     return jnp.maximum(largest, scores_of_block(q, k_pool[block], index).max(axis=-1))
 
 
 @jax.jit
 def second_pass(total, out, largest, q, k_pool, v_pool, block, index):
-    """Add a block to the sums of weights and of weighted values."""
+    """Add the keys of a block to the sums of softmax weights and of weighted values."""
     weights = jnp.exp(scores_of_block(q, k_pool[block], index) - largest[..., None])
     return total + weights.sum(axis=-1), out + jnp.einsum("qns,snh->qnh", weights, v_pool[block])
 
 
 def scores_of_block(q, keys, index):
-    """Return the scores [L, N, S] of the `index`-th block, -inf for keys later than the query."""
+    """Return the scores [L, N, S] of block number `index`; -inf for keys after the query."""
     scores = jnp.einsum("qnh,snh->qns", q, keys) / HEAD_SIZE**0.5
     positions = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
     visible = positions[None, :] <= jnp.arange(q.shape[0])[:, None]
@@ -61,7 +61,7 @@ def scores_of_block(q, keys, index):
 
 
 def cost(work: Workload, passes: int = 2) -> Cost:
-    """Return the cost; each pass reads all keys once, and the last pass also the values."""
+    """Return the cost. Each pass reads all keys once; the last pass also reads the values."""
     num_pairs = sum(n * -(-n // BLOCK_SIZE) * BLOCK_SIZE for n in work.lengths)
     return Cost(
         calls=passes * work.num_blocks,

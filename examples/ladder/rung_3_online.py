@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.ladder import rung_2_two_pass
-from examples.ladder.rung_2_two_pass import prepare, scores_of_block  # reused unchanged
+from examples.ladder.rung_2_two_pass import prepare, scores_of_block  # unchanged from rung 2
 from examples.ladder.workload import Cost, Workload, main
 
 TITLE = "3 online softmax over blocks"
@@ -27,7 +27,7 @@ __all__ = ["TITLE", "attend", "cost", "prepare"]
 
 
 def attend(queries, k_pool, v_pool, block_tables):
-    """Return the causal attention of every token, [T, N, H], one sequence after the other."""
+    """Return the causal attention of every token, [T, N, H]; compute one sequence after another."""
     outs = []
     for q, table in zip(queries, block_tables, strict=True):
         largest = jnp.full(q.shape[:2], -jnp.inf)  # [L, N]
@@ -40,11 +40,11 @@ def attend(queries, k_pool, v_pool, block_tables):
 
 @jax.jit
 def fold(largest, total, out, q, k_pool, v_pool, block, index):
-    """Update the largest score, the sum of weights and the weighted values with a block."""
+    """Update the largest score, the sum of weights, and the weighted values with a block's keys."""
     scores = scores_of_block(q, k_pool[block], index)
     new_largest = jnp.maximum(largest, scores.max(axis=-1))
-    # Every query sees at least the first key of block 0, so new_largest is always finite. In block
-    # 0 the old maximum is -inf, and e^(-inf - new) is 0.
+    # Every query sees at least the first key of block 0, so `new_largest` is always finite. For
+    # block 0, `largest` is -inf, so `rescale` is e^(-inf) = 0.
     rescale = jnp.exp(largest - new_largest)
     weights = jnp.exp(scores - new_largest[..., None])
     total = total * rescale + weights.sum(axis=-1)
@@ -53,7 +53,7 @@ def fold(largest, total, out, q, k_pool, v_pool, block, index):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of rung 2 with one pass."""
+    """Return the cost, which is that of rung 2 with one pass instead of two."""
     return rung_2_two_pass.cost(work, passes=1)
 
 

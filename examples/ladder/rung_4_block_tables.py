@@ -22,7 +22,10 @@ TITLE = "4 batched through block tables"
 
 
 def prepare(work: Workload):
-    """Return padded queries, the pools, block tables [B, M] (padded by 0), and token positions."""
+    """Return padded queries, the pools, block tables [B, M] padded with 0, and token indices.
+
+    The token indices are the sequence and the position of each token.
+    """
     width = max(map(len, tables := work.block_tables()))
     tables = np.array([table + [0] * (width - len(table)) for table in tables])
     pools = work.pool(work.k), work.pool(work.v)
@@ -55,7 +58,10 @@ def attend(q, k_pool, v_pool, block_tables, sequence, position):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of one call of M steps, each with one block and Lmax queries per sequence."""
+    """Return the cost of one call.
+
+    It takes M steps, each with one block and Lmax queries of every sequence.
+    """
     num_slots_read = len(work.lengths) * -(-max(work.lengths) // BLOCK_SIZE) * BLOCK_SIZE
     num_pairs = num_slots_read * max(work.lengths)
     return Cost(

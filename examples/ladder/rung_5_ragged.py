@@ -44,12 +44,12 @@ def attend(q, k_pool, v_pool, block_tables, tiles):
 
 
 def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
-    """Compute one head of one tile: the loop of rung 3, in registers."""
+    """Compute the attention of one tile and head: the loop of rung 3, in registers."""
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
     window = (pl.ds(first_row, TILE), head, slice(None))
-    q = q_ref[window]  # rows after the tile are computed but never stored
+    q = q_ref[window]  # The window may include rows after the tile, whose results are never stored.
 
     def fold(index, carry):
         largest, total, out = carry
@@ -69,7 +69,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of one call; a tile computes TILE queries up to the tile's last block."""
+    """Return the cost of one call; a tile multiplies TILE queries by all keys up to its end."""
     return tiled_cost(work, TILE, BLOCK_SIZE)
 
 

@@ -1,7 +1,7 @@
-"""Workload, cost, check and table that all rungs share.
+"""The workload, the cost, the check and the table that all versions of attention (rungs) share.
 
 A rung is a module with `TITLE` and three functions. `prepare(work)` returns the inputs in the
-rung's layout. `attend(*inputs)` is timed, and returns the attention of all tokens. `cost(work)`
+rung's layout. `attend(*inputs)`, which is timed, returns the attention of all tokens. `cost(work)`
 returns a `Cost`.
 """
 
@@ -15,11 +15,12 @@ import numpy as np
 
 LENGTHS = (128, 64, 32, 8)
 NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 64, 16
-GARBAGE = 99.0  # fills empty slots, so that a rung that uses them fails the check
+# `GARBAGE` fills empty slots, so the result of a rung that uses an empty slot is wrong.
+GARBAGE = 99.0
 
 
 class Workload(NamedTuple):
-    """Queries, keys and values of the prompts of several sequences: T tokens back to back."""
+    """Queries, keys and values of several sequences, whose T tokens follow each other."""
 
     lengths: tuple[int, ...]
     q: jax.Array  # [T, N, H]
@@ -28,41 +29,41 @@ class Workload(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that hold the sequences; only a sequence's last block may be partial."""
+        """Number of blocks that the sequences fill; only the last block of each may be partial."""
         return sum(-(-length // BLOCK_SIZE) for length in self.lengths)
 
     @property
     def num_real_pairs(self) -> int:
-        """Number of pairs of tokens of the same sequence: the squares of the lengths."""
+        """Number of pairs of two tokens of the same sequence: the sum of the squared lengths."""
         return sum(length * length for length in self.lengths)
 
     @property
     def sequence(self) -> np.ndarray:
-        """The sequence of each token, [T]."""
+        """Index of the sequence of each token, [T]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     @property
     def position(self) -> np.ndarray:
-        """The position of each token in its sequence, [T]."""
+        """Position of each token in its sequence, [T]."""
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     def padded(self, flat: jax.Array) -> jax.Array:
-        """Return [B, Lmax, N, H] from [T, N, H], padded with `GARBAGE`."""
+        """Convert an array [T, N, H] to [B, Lmax, N, H], padded with `GARBAGE`."""
         shape = (len(self.lengths), max(self.lengths), *flat.shape[1:])
         return jnp.full(shape, GARBAGE).at[self.sequence, self.position].set(flat)
 
     def unpadded(self, padded: jax.Array) -> jax.Array:
-        """Return [T, N, H] from [B, Lmax, N, H]."""
+        """Convert a padded array [B, Lmax, N, H] to [T, N, H]."""
         return padded[self.sequence, self.position]
 
     def block_tables(self) -> list[list[int]]:
-        """Return the block ids of each sequence, scattered as in a busy pool."""
+        """Return the block ids of each sequence, in random order as in a busy pool."""
         counts = [-(-length // BLOCK_SIZE) for length in self.lengths]
-        blocks = 1 + np.random.default_rng(0).permutation(sum(counts))  # block 0 belongs to padding
+        blocks = 1 + np.random.default_rng(0).permutation(sum(counts))  # block 0 is for padding
         return [part.tolist() for part in np.split(blocks, np.cumsum(counts)[:-1])]
 
     def pool(self, flat: jax.Array) -> jax.Array:
-        """Return the pool [P, S, N, H], with the tokens in the slots of their block tables."""
+        """Return a pool [P, S, N, H] that holds the tokens in the blocks of `block_tables`."""
         tables = self.block_tables()
         pairs = zip(self.sequence, self.position // BLOCK_SIZE, strict=True)
         blocks = np.array([tables[sequence][index] for sequence, index in pairs])
@@ -71,36 +72,41 @@ class Workload(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost of a rung; a pair is one query and one key, for all heads."""
+    """Cost of a rung. A pair is one query and one key, with all heads."""
 
-    calls: int  # calls from Python to the device
-    num_pairs: int  # computed pairs
-    num_padding_pairs: int  # computed pairs with padding as the query or the key
-    num_rows_read: int  # keys and values read, each [N, H]
-    num_slots: int  # slots of KV cache held
-    scores_at_once: int  # scores in memory at a time; for a kernel, in one program
-    flops_per_pair: int = 4 * HEAD_SIZE  # q . k and p . v, each a multiplication and an addition
+    calls: int  # Python makes `calls` calls to the device.
+    num_pairs: int
+    # In `num_padding_pairs` of the computed pairs, the query or the key is padding.
+    num_padding_pairs: int
+    # `num_rows_read` keys and values are read. Each has the shape [N, H].
+    num_rows_read: int
+    # The sequences hold `num_slots` slots of the KV cache.
+    num_slots: int
+    # At most `scores_at_once` scores are in memory at a time; for a kernel, in one program.
+    scores_at_once: int
+    # The products q . k and p . v take a multiplication and an addition per element.
+    flops_per_pair: int = 4 * HEAD_SIZE
 
     @property
     def num_flops(self) -> int:
-        """Number of FLOPs, with padding."""
+        """Number of FLOPs, including those of padding."""
         return self.num_pairs * NUM_HEADS * self.flops_per_pair
 
     @property
     def waste(self) -> float:
-        """Fraction of the FLOPs that padding takes, 0 to 1."""
+        """Fraction of the FLOPs that are spent on padding, from 0 to 1."""
         return self.num_padding_pairs / self.num_pairs
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of keys and values read."""
+        """Number of bytes of keys and values that are read."""
         return self.num_rows_read * NUM_HEADS * HEAD_SIZE * 4
 
 
 def tiled_cost(work: Workload, num_rows: int, num_keys: int) -> Cost:
     """Return the cost of a kernel with tiles of `num_rows` queries and `num_keys` keys.
 
-    A program takes the queries of one tile, and loops over keys up to the tile's last token.
+    A program computes the queries of one tile, and loops over the keys up to the tile's last token.
     """
     keys_computed = keys_seen = num_padding_pairs = 0
     for length in work.lengths:
@@ -122,7 +128,7 @@ def tiled_cost(work: Workload, num_rows: int, num_keys: int) -> Cost:
 def make_workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
     """Return random queries, keys and values of sequences of these lengths."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={lengths} must be positive: give one number or more, as 128,8")
+        raise ValueError(f"lengths={lengths} must be positive: pass numbers such as 128,8")
     shape = (3, sum(lengths), NUM_HEADS, HEAD_SIZE)
     return Workload(lengths, *jax.random.normal(jax.random.key(0), shape, jnp.float32))
 
@@ -134,19 +140,24 @@ def climb(*rungs: Any, work: Workload) -> list[str]:
         RuntimeError: a rung's result differs from the result of the previous rung.
     """
     lines, before = [HEADER], None
-    with jax.default_matmul_precision("highest"):  # GPUs round float32 to fewer bits by default
+    # By default, GPUs round float32 numbers to fewer bits.
+    with jax.default_matmul_precision("highest"):
         for rung in rungs:
             out, seconds = timed(rung.attend, rung.prepare(work))
             if before is not None and not np.allclose(out, before, rtol=1e-4, atol=1e-5):
                 worst = np.max(np.abs(out - before))
-                raise RuntimeError(f"{rung.TITLE}: differs from the rung before by {worst:.2g}")
+                raise RuntimeError(f"{rung.TITLE}: differs from the previous rung by {worst:.2g}")
             lines.append(line(rung.TITLE, seconds, rung.cost(work)))
             before = out
     return lines
 
 
 def timed(attend, arguments: tuple) -> tuple[np.ndarray, float]:
-    """Return the result on the host, and the minimum seconds of five calls after a warm-up."""
+    """Call `attend` once as a warm-up, then five times.
+
+    Returns:
+        The result on the host, and the minimum seconds of the five calls.
+    """
     out, times = jax.block_until_ready(attend(*arguments)), []
     for _ in range(5):
         start = time.perf_counter()
@@ -162,7 +173,7 @@ HEADER = (
 
 
 def line(title: str, seconds: float, cost: Cost) -> str:
-    """Format a rung as a line under `HEADER`."""
+    """Return the line of the table for a rung, with the columns of `HEADER`."""
     return (
         f"{title:34}{seconds * 1e3:8.2f}{cost.calls:7}{cost.num_flops / 1e6:8.1f}"
         f"{cost.waste:12.1%}{cost.bytes_read / 1024:6.0f} KiB{cost.num_slots:7}"
@@ -179,5 +190,5 @@ def main(*rungs: Any) -> None:
     try:
         work = make_workload(tuple(map(int, text.split(","))))
     except ValueError:
-        parser.error(f"--lengths {text}: give positive whole numbers, as {default}")
+        parser.error(f"--lengths {text}: pass positive integers, such as {default}")
     print("\n".join(climb(*rungs, work=work)))

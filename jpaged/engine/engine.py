@@ -42,7 +42,6 @@ from jpaged.outputs import (
     RequestOutput,
     TextDelta,
 )
-from jpaged.runtime.programs import SplitModel
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
@@ -111,7 +110,7 @@ class Engine:
         self.folder = parts.folder
         self.memory_account = parts.memory_account
         self._runner = parts.runner
-        self._jax_parameters = parts.jax_parameters
+        self._parameters = parts.parameters
         self._preprocessor = parts.preprocessor
         mask_client = parts.preprocessor.mask_client
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, mask_client)
@@ -585,37 +584,46 @@ class Engine:
         """
         self._loop.scheduler.reset_prefix_cache()
 
-    def update_weights(self, params: Any) -> None:
-        """Replace the parameters of a `JaxModel`, between requests.
+    def update_weights(
+        self, params: Any, version: int | None = None, *, check_finite: bool = False
+    ) -> None:
+        """Replace the weights of the model, between requests.
 
-        The engine uses the new arrays without a copy, and releases the old ones. Nothing is
-        compiled. Cached prefixes are removed, because the old parameters computed their KV.
+        All arrays are checked before the first one is written. Nothing passes through the host, and
+        no step is compiled again. Cached prefixes are removed, because the old weights computed
+        their KV. docs/live_weights.md has examples.
 
         Args:
-            params: A pytree with the structure, shapes, dtypes and device of the engine's `params`.
+            params: For a checkpoint, a dict from the names of its tensors to JAX arrays, or an
+                `nnx.State` of the family's model. The engine casts, fuses, splits and quantizes the
+                arrays on the device, and keeps no reference to them. For a `JaxModel`, a pytree
+                with the structure, shapes, dtypes and device of the engine's `params`. The engine
+                uses these arrays without a copy, and releases the old ones.
+            version: Number of the weights, as `weights_version` returns it; None for the next one.
+            check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
+                arrays once.
 
         Raises:
-            TypeError, ValueError: The engine serves a checkpoint, a parameter differs, or a prefix
-                is pinned. The engine keeps its parameters.
+            TypeError, ValueError: A name, shape, dtype or device is wrong, an array was deleted or
+                is not finite, or a prefix is pinned. The engine keeps its weights.
             RuntimeError: A request is unfinished, or an earlier step failed. The engine keeps its
-                parameters.
+                weights.
         """
-        if self._jax_parameters is None:
-            raise TypeError(
-                "update_weights works only with a JaxModel: create a new engine to change a "
-                "checkpoint's weights"
-            )
+        if version is not None:
+            check_int("version", version, low=0)
         self._loop.check_alive()
         if num_unfinished := len(self._loop.requests):
             raise RuntimeError(
                 f"update_weights: {format_count(num_unfinished, 'request')} unfinished: finish or "
                 "abort all requests, then call update_weights again"
             )
-        split = SplitModel.of(self._jax_parameters.decoder(params))
-        self._loop.drain()
-        self._loop.check_alive()
-        self.reset_prefix_cache()
-        self._runner.replace_parameters(split.leaves)
+        write = self._parameters.prepare(params, check_finite=check_finite)
+        self._loop.update_weights(write, version)
+
+    @property
+    def weights_version(self) -> int:
+        """Number of the weights: 0 at the start, then the `version` of the last update."""
+        return self._loop.weights_version
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -27,6 +27,7 @@ from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.constrained_sampler import ConstrainedSampler
 from jpaged.engine.request_state import RequestState
+from jpaged.models.live_weights import WriteFunction
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import engine_stats
 from jpaged.observe.statistics import EngineStats
@@ -65,6 +66,7 @@ class EngineLoop:
         watches: Pool watches, which record the block copies of each launched plan. The set holds
             weak references, so that a watch leaves the set when the caller drops it, and so that
             the engine is freed without the garbage collector.
+        weights_version: Number of the weights that later steps use.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EngineLoop:
         self.undelivered: dict[RequestState, None] = {}
         self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
+        self.weights_version = 0
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
         self._constrained_sampler = ConstrainedSampler(
@@ -155,6 +158,27 @@ class EngineLoop:
             self._sample_constrained(self._unsampled_step, SchedulingGoal.LATENCY)
         while self._steps_in_flight and self._failure is None:
             self._read_step()
+
+    def update_weights(self, write: WriteFunction, version: int | None) -> None:
+        """Read the steps in flight, then replace the weights. No request may be unfinished.
+
+        A Ctrl-C is delayed until all weights are written. An error while they are written ends the
+        engine, because some weights are old and others are new.
+
+        Args:
+            write: Function that writes checked parameters.
+            version: Number of the new weights; None for the next one.
+
+        Raises:
+            ValueError: A prefix is pinned; the weights are unchanged.
+            RuntimeError: An earlier step failed.
+        """
+        self.drain()
+        self.check_alive()
+        self.scheduler.reset_prefix_cache()
+        with self._critical_section(fatal=True):
+            self._runner.update_parameters(write)
+            self.weights_version = self.weights_version + 1 if version is None else version
 
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests in the order of `states`.

@@ -28,6 +28,7 @@ from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
+from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -84,7 +85,7 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
-    jax_parameters: JaxParameters | None = None  # None for a checkpoint
+    parameters: ModelParameters | JaxParameters  # checks and writes new weights
 
 
 @contextmanager
@@ -173,7 +174,10 @@ def build_jax_model_parts(
             f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
         )
     device = jax.local_devices()[0]
-    plan = plan_jax_model(model, params, device)
+    invariant = config.batch_invariant
+    if invariant and config.kv_cache_dtype != "auto":
+        raise _unsupported_cache_error(config.kv_cache_dtype)
+    plan = plan_jax_model(model, params, device, batch_invariant=invariant)
     check_device(device, plan.config.head_size)
     requested, kv_dtype = config.kv_cache_dtype, jnp.dtype(plan.config.kv_cache_dtype)
     plan = plan.with_kv_cache_dtype(
@@ -200,7 +204,6 @@ _JAX_MODEL_REMEDIES = {
     "load_format": "omit it, because params holds the weights",
     "tensor_parallel_size": "omit it, because a JaxModel runs on one device",
     "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
-    "batch_invariant": "omit it, because only forward knows the model's products",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
     "num_compile_workers": "omit it, because another process cannot trace the model",
@@ -303,7 +306,9 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
             _make_speculation(runtime),
         ),
         runner=runner,
-        jax_parameters=plan.parameters if isinstance(plan, JaxModelPlan) else None,
+        parameters=plan.parameters
+        if isinstance(plan, JaxModelPlan)
+        else ModelParameters(plan, devices),
     )
 
 
@@ -363,15 +368,21 @@ def check_batch_invariant(
     quantization, cache_dtype = model.quantization, model.kv_cache_dtype
     is_quantized = quantization is not None and quantization.format is not UnquantizedFormat
     unquantized = "use an unquantized checkpoint, and leave quantization unset"
-    found: list[tuple[bool, str, str]] = [
-        (is_quantized, "quantized weights", unquantized),
-        (cache_dtype is not None, f"a KV cache of {cache_dtype}", "leave kv_cache_dtype unset"),
-    ]
+    if cache_dtype is not None:
+        raise _unsupported_cache_error(cache_dtype)
+    found: list[tuple[bool, str, str]] = [(is_quantized, "quantized weights", unquantized)]
     if device.platform != "cpu":
         found += _missing_kernels(model, block_size, dtype, device.device_kind)
     for is_wrong, what, remedy in found:
         if is_wrong:
             raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
+
+
+def _unsupported_cache_error(cache_dtype: str) -> ValueError:
+    return ValueError(
+        f"batch_invariant=True does not support a KV cache of {cache_dtype}: leave kv_cache_dtype "
+        "unset"
+    )
 
 
 def _missing_kernels(

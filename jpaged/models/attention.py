@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.formats import LinearInput
 from jpaged.models.linear import Linear, make_linear
-from jpaged.models.norm import Norm, RMSNorm, make_norm
+from jpaged.models.norm import Norm, RMSNorm, make_norm, normalize_rows
 from jpaged.models.sharding import PendingAllReduce, all_mean
 from pallas_kernels import (
     Backend,
@@ -102,16 +102,18 @@ class AttentionInputs:
 RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
-def _as_prefill(
-    seq_lens: Int32[Array, "B"], num_queries: int
-) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
-    """Return `query_start_loc` and `seq_lens` that describe a decode or verify step as a prefill.
+def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
+    """Return inputs with which decode and verify steps run the prefill kernel too.
 
-    Each sequence has `num_queries` tokens in the step. A padding sequence gets the length
-    `num_queries`, and reads the null block.
+    Batch-invariant attention needs one kernel for all steps. A padding sequence gets `num_queries`
+    as its length, and reads the null block.
     """
-    starts = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * num_queries
-    return starts, jnp.maximum(seq_lens, jnp.int32(num_queries))
+    if attention.query_start_loc is not None:
+        return attention
+    lens, num_queries = attention.seq_lens, attention.num_queries
+    starts = jnp.arange(lens.shape[0] + 1, dtype=jnp.int32) * num_queries
+    lens = jnp.maximum(lens, jnp.int32(num_queries))
+    return replace(attention, seq_lens=lens, query_start_loc=starts)
 
 
 def _mean_square(
@@ -225,6 +227,89 @@ def attend_paged(
     return out.astype(q.dtype)
 
 
+def attend_projected(
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+    *,
+    norms: HeadNorms | None,
+    dtype: DTypeLike,
+    batch_invariant: bool,
+    scales: KVScales | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Write the tokens' K and V, and compute attention, from projected queries, keys and values.
+
+    Args:
+        qkv: Split-K partials of each token's query heads, key heads and value heads.
+        kv: The layer's pool, to which the tokens' K and V are written.
+        attention: Inputs of the step.
+        angles: Rotation of each token; None to skip the rotation.
+        norms: Norms of each query and key head; None for no norms.
+        dtype: Dtype of the queries and of the result.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of the step.
+        scales: Scales of an FP8 pool.
+        options: Scale, soft cap and sliding window of the attention ops.
+
+    Returns:
+        The output of each query head before the output projection, and the updated pool.
+    """
+    backend, is_decode = attention.backend, attention.query_start_loc is None
+    if batch_invariant:
+        options["batch_invariant"] = True
+    elif angles is not None and is_decode and attention.num_queries == 1:
+        tables, lens = attention.block_tables, attention.seq_lens
+        options |= {"norms": norms, "dtype": dtype, "scales": scales, "backend": backend}
+        return rope_decode_attention(qkv, kv, tables, lens, angles, **options)
+    if batch_invariant and backend is Backend.XLA and norms is not None:
+        q, k, v = split_heads(qkv, kv.k.shape[2], dtype)
+        q, k = (
+            normalize_rows(it, weight, norms.eps, batch_invariant=True)
+            for it, weight in ((q, norms.q), (k, norms.k))
+        )
+        qkv, norms = jnp.concatenate([q, k, v], axis=1)[None], None
+    q, kv = _store_projected(qkv, kv, attention, angles, norms, dtype, scales)
+    step = invariant_inputs(attention) if batch_invariant else attention
+    return attend_paged(q, kv, step, scales=scales, backend=backend, **options), kv
+
+
+def _store_projected(
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+    norms: HeadNorms | None,
+    dtype: DTypeLike,
+    scales: KVScales | None,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Normalize and rotate queries and keys, and write K and V to the pool.
+
+    Returns:
+        The queries in `dtype`, and the updated pool.
+    """
+    slots, backend = attention.slot_mapping, attention.backend
+    if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
+        options = {"norms": norms, "dtype": dtype, "scales": scales, "backend": backend}
+        return rope_write_kv(qkv, kv, slots, angles, **options)
+    q, k, v = split_heads(qkv, kv.k.shape[2], dtype)
+    if norms is not None:
+        q = normalize_rows(q, norms.q, norms.eps, batch_invariant=False)
+        k = normalize_rows(k, norms.k, norms.eps, batch_invariant=False)
+    # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
+    k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+    return q, write_kv(kv, k, v, slots, backend=backend)
+
+
+def split_heads(
+    qkv: Float[Array, "parts T heads H"], num_kv_heads: int, dtype: DTypeLike
+) -> list[Float[Array, "T _ H"]]:
+    """Return the query, key and value heads in `dtype`, from their split-K partials."""
+    heads = sum_partials(qkv, dtype)
+    ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
+    return jnp.split(heads, ends, axis=1)
+
+
 class Attention(nnx.Module):
     """Self-attention of one layer over the paged pool.
 
@@ -314,66 +399,20 @@ class Attention(nnx.Module):
         Returns:
             The output of each query head before the output projection, and the updated pool.
         """
-        qkv = self._normalize_projections(qkv, dtype)
-        options = {
-            "scale": self.layer_config.scale,
-            "sliding_window": self.layer_config.sliding_window,
-            "soft_cap": self.layer_config.soft_cap,
-            "scales": self.scales(),
-            "backend": attention.backend,
-        }
-        tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
-        num_queries = attention.num_queries
-        if self.batch_invariant:
-            options["batch_invariant"] = True
-            if starts is None:  # run the prefill kernel in decode and verify steps too
-                starts, lens = _as_prefill(lens, num_queries)
-        if angles is not None and starts is None and num_queries == 1:
-            norms = self.head_norms()
-            return rope_decode_attention(
-                qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
-            )
-        q, kv = self.store_kv(qkv, kv, attention, angles, dtype)
-        step = replace(attention, seq_lens=lens, query_start_loc=starts)
-        return attend_paged(q, kv, step, **options), kv
-
-    def store_kv(
-        self,
-        qkv: Float[Array, "parts T heads H"],
-        kv: LayerKV,
-        attention: AttentionInputs,
-        angles: RopeAngles | None,
-        dtype: DTypeLike,
-    ) -> tuple[Float[Array, "T N H"], LayerKV]:
-        """Normalize and rotate queries and keys, and write K and V to the pool.
-
-        Args:
-            qkv, kv, attention, angles, dtype: See `attend`.
-
-        Returns:
-            The queries in `dtype`, and the updated pool.
-        """
-        slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
-        if angles is not None or kv.head_size % 2 == 0:  # rope_write_kv refuses odd head sizes
-            norms = self.head_norms()
-            if norms is not None and self.batch_invariant and backend is Backend.XLA:
-                q, k, v = self._split_heads(qkv, kv, dtype)
-                heads = cast(RMSNorm, self.q_norm)(q), cast(RMSNorm, self.k_norm)(k), v
-                qkv, norms = jnp.concatenate(heads, axis=1)[None], None
-            options = {"norms": norms, "dtype": dtype, "backend": backend}
-            return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
-        q, k, v = self._split_heads(qkv, kv, dtype)
-        # The head size is odd here, so the pool is not FP8, and K and V need no scales.
-        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
-        return q, write_kv(kv, k, v, slots, backend=backend)
-
-    def _split_heads(
-        self, qkv: Float[Array, "parts T heads H"], kv: LayerKV, dtype: DTypeLike
-    ) -> list[Float[Array, "T _ H"]]:
-        """Return the query, key and value heads in `dtype`."""
-        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
-        ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
-        return jnp.split(heads, ends, axis=1)
+        config = self.layer_config
+        return attend_projected(
+            self._normalize_projections(qkv, dtype),
+            kv,
+            attention,
+            angles,
+            norms=self.head_norms(),
+            dtype=dtype,
+            batch_invariant=self.batch_invariant,
+            scales=self.scales(),
+            scale=config.scale,
+            sliding_window=config.sliding_window,
+            soft_cap=config.soft_cap,
+        )
 
     def scales(self) -> KVScales | None:
         """Return the scales of keys and values; None if the pool is not FP8."""

@@ -5,25 +5,32 @@ to the pool and computes attention. `plan_jax_model` checks the model and its pa
 the functions, and `JaxDecoder` adapts the model to the steps of the engine.
 """
 
-import math
-import operator
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Float32, Int32
-from typing_extensions import override
 
 from jpaged.errors import format_count
-from jpaged.models.attention import AttentionInputs, attend_paged
+from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
+from jpaged.models.live_weights import WriteFunction, check_all_finite
+from jpaged.models.model_step import (
+    KV_DTYPES,
+    LayerHeads,
+    ModelOps,
+    ModelStep,
+    TracedOps,
+    TracedStep,
+)
+from jpaged.models.model_trace import check_batch_invariance
 from jpaged.models.sizes import JaxModelSizes
-from pallas_kernels import Backend, LayerKV, write_kv
+from pallas_kernels import Backend, LayerKV, select_backend
 
 _TRACED_TOKENS = 8
 """Number of tokens with which `plan_jax_model` traces a model."""
@@ -31,25 +38,6 @@ _TRACED_TOKENS = 8
 _TRACED_LOGITS_ROWS = 3
 """Number of rows of hidden states with which `plan_jax_model` traces `logits`. It differs from
 `_TRACED_TOKENS`, because the engine computes logits only for some tokens of a step."""
-
-_KV_DTYPES = ("float32", "bfloat16", "float16")
-
-_UNROLL = (
-    "call attend directly in forward, with a Python int for each layer: unroll a scan over layers "
-    "into a Python loop, and do not put attend inside jax.jit, jax.checkpoint, jax.vmap or lax.cond"
-)
-
-
-class LayerHeads(NamedTuple):
-    """The KV heads of one layer.
-
-    Attributes:
-        num_kv_heads: Number of KV heads (K).
-        head_size: Width of one head (H).
-    """
-
-    num_kv_heads: int
-    head_size: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,8 @@ class JaxModel:
             layer, the function calls `step.attend` once (see `ModelStep`). Everything else that the
             function computes for a token must not depend on the other tokens.
         logits: Function `logits(params, hidden)` that returns the logits [R, V] for some rows [R,
-            D] of the hidden states.
+            D] of the hidden states. If it has a parameter `step`, it gets the operations of
+            `ModelOps` as this argument.
         num_layers: Number of layers that call `step.attend`.
         num_kv_heads: Number of KV heads; a sequence has one number per layer.
         head_size: Width of one head; a sequence has one width per layer.
@@ -121,6 +110,12 @@ class JaxModel:
                     f"eos_token_ids has {token!r}: pass ints from 0 to {self.vocab_size - 1}"
                 )
 
+    def compute_logits(self, params: Any, hidden: Array, step: ModelOps) -> Any:
+        """Return the result of `logits`, which gets `step` if it has a parameter of this name."""
+        if _has_parameter(self.logits, "step"):
+            return self.logits(params, hidden, step=step)
+        return self.logits(params, hidden)
+
     @property
     def layers(self) -> tuple[LayerHeads, ...]:
         """The KV heads of each layer."""
@@ -144,180 +139,19 @@ def _as_tuple(per_layer: int | Sequence[int]) -> tuple[int, ...]:
     return (per_layer,) if isinstance(per_layer, int) else tuple(per_layer)
 
 
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of a name; False if it has no signature."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not an int: pass an int, at least 1")
     if value < 1:
         raise ValueError(f"{name}={value}: pass an int, at least 1")
-
-
-class ModelStep:
-    """One step of the engine, as `forward` sees it.
-
-    `forward` calls `attend` once for each layer, in any order. An object is valid during one call
-    of `forward`.
-    """
-
-    def __init__(
-        self, layers: Sequence[LayerHeads], pool: Sequence[LayerKV], attention: AttentionInputs
-    ):
-        self._layers, self._pool, self._attention = layers, pool, attention
-        self._num_tokens = attention.slot_mapping.shape[0]
-        self._attended: dict[int, LayerKV] = {}
-        self._trace = get_opaque_trace_state()
-
-    # The arrays are not annotated with shapes: `attend` checks them and names the layer.
-    def attend(
-        self,
-        layer: SupportsIndex,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        window: SupportsIndex | None = None,
-        scale: SupportsFloat | None = None,
-        soft_cap: SupportsFloat | None = None,
-    ) -> Array:
-        """Write the tokens' keys and values to the pool, and return causal attention.
-
-        Each token attends to all tokens of its sequence up to itself, also to those that earlier
-        steps have computed. Queries and keys must be rotated already, if the model rotates them.
-
-        Args:
-            layer: Index of the layer, a Python int from 0 to `num_layers` - 1.
-            q: Queries [T, N, H]. N is a multiple of the layer's number of KV heads, K.
-            k, v: Keys and values [T, K, H].
-            window: Number of keys that a query sees, including the key of its own position. None:
-                all keys.
-            scale: Factor of the dot products; None for 1 / sqrt(H).
-            soft_cap: Cap that turns scores into `soft_cap * tanh(scores / soft_cap)`; None for no
-                cap.
-
-        Returns:
-            The outputs [T, N, H] of the query heads, in q's dtype.
-
-        Raises:
-            TypeError, ValueError: An argument is invalid, or the layer was attended already.
-        """
-        if isinstance(layer, Tracer):
-            raise TypeError(f"attend: layer is a traced value, but must be a Python int: {_UNROLL}")
-        index = operator.index(layer)
-        if not 0 <= index < len(self._layers):
-            raise ValueError(
-                f"attend: layer={index}, but the model has num_layers={len(self._layers)}: pass an "
-                f"int from 0 to {len(self._layers) - 1}"
-            )
-        if index in self._attended:
-            raise ValueError(
-                f"attend was called twice for layer {index}: call it once per layer, and give "
-                "layers that share weights an index each"
-            )
-        if get_opaque_trace_state() != self._trace:
-            raise ValueError(
-                f"attend for layer {index} runs inside a JAX transformation: {_UNROLL}"
-            )
-        self._check_shapes(index, q, k, v)
-        default_scale = 1 / math.sqrt(self._layers[index].head_size)
-        options = {
-            "scale": _static_number(index, "scale", scale, float) or default_scale,
-            "soft_cap": _static_number(index, "soft_cap", soft_cap, float),
-            "sliding_window": _static_number(index, "window", window, operator.index),
-        }
-        out, self._attended[index] = self._compute(index, q, k, v, options)
-        return out
-
-    def take_pool(self) -> tuple[LayerKV, ...]:
-        """Return the updated pool.
-
-        Raises:
-            ValueError: `forward` has not called `attend` for all layers.
-        """
-        missing = [str(i) for i in range(len(self._layers)) if i not in self._attended]
-        if missing:
-            raise ValueError(
-                f"forward called attend for {len(self._attended)} of "
-                f"{format_count(len(self._layers), 'layer')}: also call it for layer "
-                f"{', '.join(missing)}, or lower num_layers"
-            )
-        return tuple(self._attended[i] for i in range(len(self._layers)))
-
-    def _check_shapes(self, index: int, q: Array, k: Array, v: Array) -> None:
-        num_kv_heads, head_size = self._layers[index]
-        wanted = self._num_tokens, num_kv_heads, head_size
-        for name, array in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(array, jax.Array) or array.dtype.name not in _KV_DTYPES:
-                found = array.dtype if isinstance(array, jax.Array) else type(array).__name__
-                raise TypeError(
-                    f"attend for layer {index}: {name} is {found}: pass a JAX array of "
-                    f"{', '.join(_KV_DTYPES)}"
-                )
-        for name, array in (("k", k), ("v", v)):
-            if array.shape != wanted:
-                raise ValueError(
-                    f"attend for layer {index}: {name} has shape {list(array.shape)}, but must be "
-                    f"[T, K, H] = {list(wanted)}: reshape it, or correct num_kv_heads or head_size"
-                )
-        is_grouped = q.ndim == 3 and q.shape[1] > 0 and q.shape[1] % num_kv_heads == 0
-        if not is_grouped or (q.shape[0], q.shape[2]) != (wanted[0], wanted[2]):
-            raise ValueError(
-                f"attend for layer {index}: q has shape {list(q.shape)}, but must be [T, N, H] = "
-                f"[{wanted[0]}, N, {head_size}] with N a multiple of {num_kv_heads}: reshape it, "
-                "or correct num_kv_heads or head_size"
-            )
-
-    def _compute(
-        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
-    ) -> tuple[Array, LayerKV]:
-        """Store keys and values and compute attention, for checked arguments.
-
-        All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
-        which change no score.
-        """
-        kv, attention = self._pool[index], self._attention
-        num_kv_heads, head_size, num_heads = *self._layers[index], q.shape[1]
-        new_heads, new_columns = kv.k.shape[2] - num_kv_heads, kv.head_size - head_size
-        if new_heads or new_columns:
-            group = num_heads // num_kv_heads
-            widths = [(0, 0), (0, new_heads), (0, new_columns)]
-            k, v = jnp.pad(k, widths), jnp.pad(v, widths)
-            q = jnp.pad(q, [(0, 0), (0, group * new_heads), (0, new_columns)])
-        dtype = k.dtype if kv.is_scaled else kv.k.dtype
-        slots, backend = attention.slot_mapping, attention.backend
-        kv = write_kv(kv, k.astype(dtype), v.astype(dtype), slots, backend=backend)
-        out = attend_paged(q, kv, attention, backend=backend, **options)
-        return out[:, :num_heads, :head_size], kv
-
-
-def _static_number(index: int, name: str, value: Any, convert: Callable) -> Any:
-    """Return an option of `attend` as a number, or None. Its value must be known while tracing."""
-    if value is None:
-        return None
-    if isinstance(value, Tracer):
-        raise TypeError(f"attend for layer {index}: {name} is a traced value: pass a Python number")
-    number = convert(value)
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(
-            f"attend for layer {index}: {name}={number}: pass a positive number, or None"
-        )
-    return number
-
-
-class _RecordingStep(ModelStep):
-    """A step without a pool, which checks the calls of `attend` and records the keys' dtypes."""
-
-    def __init__(self, layers: Sequence[LayerHeads], num_tokens: int):
-        one = jnp.zeros((1,), jnp.int32)
-        slots = jnp.zeros((num_tokens,), jnp.int32)
-        super().__init__(layers, (), AttentionInputs(one[None], one, slots, None, Backend.XLA))
-        self.dtypes: dict[int, jnp.dtype] = {}
-
-    @override
-    def _compute(
-        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
-    ) -> tuple[Array, LayerKV]:
-        self.dtypes[index] = k.dtype
-        empty = jnp.zeros((0, 1, *k.shape[1:]), k.dtype)
-        return q, LayerKV(empty, empty)
 
 
 class JaxDecoder(nnx.Module):
@@ -350,15 +184,17 @@ class JaxDecoder(nnx.Module):
         run_layers: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
         """Run `forward` on the tokens of a step. See `Decoder`; `run_layers` is ignored."""
-        step = ModelStep(self.model.layers, pool, attention)
+        mode = {"batch_invariant": self.config.batch_invariant}
+        step = ModelStep(self.model.layers, pool, attention, **mode)
         hidden = self.model.forward(self.params, token_ids, positions, step)
         return hidden, step.take_pool()
 
     def logits(
         self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
     ) -> Float32[Array, "R V"]:
-        """Return the logits of some rows of hidden states, in float32. `backend` is ignored."""
-        return self.model.logits(self.params, hidden).astype(jnp.float32)
+        """Return the logits of some rows of hidden states, in float32."""
+        ops = ModelOps(backend, batch_invariant=self.config.batch_invariant)
+        return self.model.compute_logits(self.params, hidden, ops).astype(jnp.float32)
 
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
@@ -424,12 +260,16 @@ class JaxParameters:
     shapes: Any
     device: Any
 
-    def decoder(self, params: Any) -> JaxDecoder:
-        """Check new parameters, and return the model with them.
+    def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
+        """Check new parameters, and return a function that returns them.
+
+        Args:
+            params: The parameters, which the engine uses without a copy.
+            check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
-            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs. The
-                message names the first such array.
+            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs, or
+                an array is not finite. The message names the first such array.
         """
         wanted, found = (
             {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -457,10 +297,19 @@ class JaxParameters:
                     f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
                     f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
                 )
-        return JaxDecoder(self.model, self.sizes, arrays)
+        named = {
+            f"params{jax.tree_util.keystr(path)}": leaf
+            for path, leaf in jax.tree.leaves_with_path(arrays)
+        }
+        if check_finite:
+            check_all_finite(named)
+        leaves = tuple(jax.tree.leaves(nnx.state(JaxDecoder(self.model, self.sizes, arrays))))
+        return lambda _: leaves
 
 
-def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
+def plan_jax_model(
+    model: JaxModel, params: Any, device: Any, *, batch_invariant: bool = False
+) -> JaxModelPlan:
     """Check a user's model and its parameters, and return its sizes.
 
     The functions are traced with a few tokens, without computing anything. Every program of the
@@ -470,16 +319,20 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         model: The model.
         params: Parameters, a pytree of arrays on `device`.
         device: Device of the engine.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
 
     Raises:
         TypeError, ValueError: A parameter is not an array on the device, or a function does not
             return what `JaxModel` says. The message names the parameter, the layer or the result.
+            Or `batch_invariant` is set, and a function sums numbers without an operation of
+            `ModelStep`.
         Exception: An error of a function. A note says that jpaged was tracing the model.
     """
     arrays = _check_parameters(params, device)
     if not jax.tree.leaves(arrays):
         raise ValueError("params has no array: pass the parameters of the model")
-    hidden, kv_dtype = _trace(model, arrays)
+    backend = select_backend(device.platform)
+    hidden, kv_dtype = _trace(model, arrays, backend, batch_invariant=batch_invariant)
     heads = model.pool_heads
     sizes = JaxModelSizes(
         vocab_size=model.vocab_size,
@@ -490,6 +343,7 @@ def plan_jax_model(model: JaxModel, params: Any, device: Any) -> JaxModelPlan:
         max_position_embeddings=model.max_positions,
         kv_cache_dtype=kv_dtype.name,
         eos_token_ids=model.end_tokens,
+        batch_invariant=batch_invariant,
     )
     return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
 
@@ -536,28 +390,34 @@ def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
     return leaf if is_plain else leaf.addressable_data(0)
 
 
-def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
+def _trace(
+    model: JaxModel, params: Any, backend: Backend, *, batch_invariant: bool
+) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
     """Trace both functions of a model, and check their results and the calls of `attend`.
 
     Returns:
         Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
     """
     dtypes: dict[int, jnp.dtype] = {}
+    mode = {"batch_invariant": batch_invariant}
     # Programs are traced with shapes and dtypes, which carry no weak types.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
-        step = _RecordingStep(model.layers, _TRACED_TOKENS)
+        step = TracedStep(model.layers, _TRACED_TOKENS, backend, **mode)
         hidden = model.forward(params, tokens, positions, step)
         step.take_pool()
         dtypes.update(step.dtypes)
         return hidden
 
+    def run_logits(params: Any, hidden: jax.Array) -> Any:
+        return model.compute_logits(params, hidden, TracedOps(backend, **mode))
+
     tokens = jax.ShapeDtypeStruct((_TRACED_TOKENS,), jnp.int32)
-    hidden = _trace_function("forward", run_forward, params, tokens, tokens)
+    hidden, forward_trace = _trace_function("forward", run_forward, params, tokens, tokens)
     _check_result("forward", hidden, (_TRACED_TOKENS, None), "[T, D]")
     rows = jax.ShapeDtypeStruct((_TRACED_LOGITS_ROWS, hidden.shape[1]), hidden.dtype)
-    logits = _trace_function("logits", model.logits, params, rows)
+    logits, logits_trace = _trace_function("logits", run_logits, params, rows)
     _check_result("logits", logits, (_TRACED_LOGITS_ROWS, model.vocab_size), "[R, V]")
     for index, dtype in dtypes.items():
         if dtype != dtypes[0]:
@@ -565,11 +425,17 @@ def _trace(model: JaxModel, params: Any) -> tuple[jax.ShapeDtypeStruct, jnp.dtyp
                 f"attend for layer {index}: k is {dtype}, but k of layer 0 is {dtypes[0]}: cast "
                 "the keys, because all layers of the pool have one dtype"
             )
+    if batch_invariant:
+        check_batch_invariance("forward", forward_trace)
+        check_batch_invariance("logits", logits_trace)
     return hidden, jnp.dtype(dtypes[0])
 
 
-def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     """Trace a function of the user's model; an error gets a note that names the function.
+
+    Returns:
+        Shapes of the result, and the trace (`jax.core.ClosedJaxpr`).
 
     Raises:
         ValueError: The function keeps an array of its trace, which would fail in a later trace.
@@ -584,7 +450,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
 
     try:
         with jax.checking_leaks():
-            return jax.eval_shape(traced, *arguments)
+            trace, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
+            return shapes, trace
     except Exception as error:
         # JAX raises TypeError if the function returns something other than arrays. Another error
         # after the function has returned means that the function kept an array of its trace.
@@ -609,7 +476,7 @@ def _check_result(name: str, found: Any, shape: tuple[int | None, ...], axes: st
         raise ValueError(
             f"{name} returned shape {list(found.shape)}, but must return {axes} = [{wanted}]"
         )
-    if found.dtype.name not in _KV_DTYPES:
+    if found.dtype.name not in KV_DTYPES:
         raise TypeError(
-            f"{name} returned {found.dtype}: cast the result to one of {', '.join(_KV_DTYPES)}"
+            f"{name} returned {found.dtype}: cast the result to one of {', '.join(KV_DTYPES)}"
         )

@@ -134,13 +134,15 @@ class ModelPlan:
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         abstract_model: The model that each device computes. Instead of values, its parameters are
             the `jax.ShapeDtypeStruct`s of the global arrays.
+        unsharded_specs: Shapes and dtypes of the model on a single device, by path.
+        placements: Places of the checkpoint's tensors; None for random weights.
     """
 
     config: ModelConfig
     mesh: Mesh | None
     abstract_model: nnx.Module
-    _unsharded_specs: ParameterSpecs  # shapes and dtypes of the model on a single device
-    _placements: Sequence[TensorPlacement] | None  # None: random weights
+    unsharded_specs: ParameterSpecs
+    placements: Sequence[TensorPlacement] | None
     _seed: int
 
     def load(self) -> nnx.Module:
@@ -159,29 +161,25 @@ class ModelPlan:
             DeviceShard(
                 device,
                 shard_specs,
-                {
-                    path: self._shard_slices(path, it.shape, device_index)
-                    for path, it in shard_specs.items()
-                },
+                {path: self.device_slices(path, device_index) for path in shard_specs},
             )
             for device_index, device in enumerate(devices)
         ]
-        if self._placements is not None:
-            _load_tensors(self._placements, shards)
+        if self.placements is not None:
+            _load_tensors(self.placements, shards)
             for shard in shards:
                 shard.fill_missing()
         else:
             for shard in shards:
-                shard.fill_random(self._unsharded_specs, self._seed)
+                shard.fill_random(self.unsharded_specs, self._seed)
         arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
         return with_parameters(self.abstract_model, arrays)
 
-    def _shard_slices(
-        self, path: str, shard_shape: tuple[int, ...], device_index: int
-    ) -> list[ShardSlice]:
-        """Return the parts of the unsharded parameter that are in a device's shard."""
+    def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
+        """Return the parts of the unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
-        unsharded_shape, parts = self._unsharded_specs[path].shape, ()
+        shard_shape = per_device_shape(model_parameters(self.abstract_model)[path])
+        unsharded_shape, parts = self.unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")
         projection, shard_projection = (
             it.projection(module_path) for it in (self.config, self.config.shard(count))
@@ -245,7 +243,7 @@ class DeviceShard:
                 np.add(start, first) - shard_slice.unsharded_start + shard_slice.local_start
             )
             scale_part = None if scale is None else scale[tuple(ranges[: scale.ndim])]
-            self.arrays[path] = _update_parameter(
+            self.arrays[path] = update_parameter(
                 self.arrays[path],
                 part,
                 local_start.astype(np.int32),
@@ -309,7 +307,7 @@ def with_parameters(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
     """Return a copy of the model whose parameters have the given values, by path."""
     definition, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
-    filled = [(path, leaf.replace(values[_parameter_path(path)])) for path, leaf in flat]
+    filled = [(path, leaf.replace(values[parameter_path(path)])) for path, leaf in flat]
     return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
@@ -444,7 +442,7 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
 def model_parameters(model: nnx.Module) -> dict[str, Any]:
     """Return the parameters of a model, or the shape structs of an abstract model, by path."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_parameter_path(path): leaf.get_value() for path, leaf in flat}
+    return {parameter_path(path): leaf.get_value() for path, leaf in flat}
 
 
 def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
@@ -452,7 +450,7 @@ def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
     return model_parameters(make_abstract_model(config, dtype))
 
 
-def _parameter_path(path: tuple) -> str:
+def parameter_path(path: tuple) -> str:
     """Return a parameter's dotted path; `WeightRule` describes these paths."""
     return ".".join(str(each) for each in path if each != "format")
 
@@ -486,7 +484,10 @@ Problems = dict[str, list[str]]
 
 
 def plan_weights(
-    tensors: Sequence[TensorInfo], rules: WeightRules, specs: ParameterSpecs
+    tensors: Sequence[TensorInfo],
+    rules: WeightRules,
+    specs: ParameterSpecs,
+    subject: str = "The checkpoint",
 ) -> list[TensorPlacement]:
     """Assign every tensor to its parameters, and check that each parameter is filled exactly once.
 
@@ -494,6 +495,7 @@ def plan_weights(
         tensors: All tensors of the checkpoint.
         rules: Weight rules of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
+        subject: What holds the tensors, for the error.
 
     Returns:
         The placements, in the order of `tensors`.
@@ -533,7 +535,7 @@ def plan_weights(
             problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
     if problems:
         kinds = (f"{kind} ({len(it)}): {format_names(it)}" for kind, it in problems.items())
-        raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
+        raise CheckpointError(f"{subject} does not fit the model. {'; '.join(kinds)}.")
     return placements
 
 
@@ -665,7 +667,7 @@ def _slab_scales(
     maxima = [
         (
             tuple(ranges[:count]),
-            _max_abs(slab[tuple(ranges[axis] for axis in axis_order)], axis_order, count),
+            max_abs(slab[tuple(ranges[axis] for axis in axis_order)], axis_order, count),
         )
         for shard in shards
         for _, ranges in shard.slab_slices(placement.path, slab, start, axis_order)
@@ -676,7 +678,7 @@ def _slab_scales(
 
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
-def _max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
+def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
     """Return the maximum absolute value of each output of a slab; outputs are the first axes.
 
     Args:
@@ -737,7 +739,7 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
 
 
 @partial(jax.jit, static_argnames=("axis_order", "addend"), donate_argnames="param")
-def _update_parameter(
+def update_parameter(
     param: jax.Array,
     slab: jax.Array,
     start: jax.Array,
@@ -745,6 +747,7 @@ def _update_parameter(
     axis_order: tuple[int, ...],
     addend: float,
 ) -> jax.Array:
+    """Return a parameter with a slab written at `start`; see `DeviceShard.write_slab`."""
     slab = jnp.transpose(slab, tuple(map(axis_order.index, range(len(axis_order)))))
     if scale is not None:
         slab = to_fp8(slab, jnp.expand_dims(scale, tuple(range(scale.ndim, slab.ndim))))

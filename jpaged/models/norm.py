@@ -11,7 +11,53 @@ from jaxtyping import Array, Float
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats import zero_param
 from jpaged.models.sharding import MESH_AXIS, PendingAllReduce, reduce_update
-from pallas_kernels import Backend, add_rms_norm, device_sum_norm, map_row_tiles, rms_norm
+from pallas_kernels import (
+    Backend,
+    add_rms_norm,
+    device_sum_norm,
+    map_row_tiles,
+    rms_norm,
+    sum_partials,
+)
+
+
+def normalize_rows(
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    batch_invariant: bool,
+) -> Float[Array, "*rows D"]:
+    """Apply RMSNorm to each row of `x`, and return the rows in the dtype of `x`.
+
+    If `batch_invariant` is set, a row's bits do not depend on the number of rows.
+    """
+    normalize = partial(rms_norm, weight=weight, eps=eps)
+    return map_row_tiles(normalize, x) if batch_invariant else normalize(x)
+
+
+def add_norm_rows(
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    backend: Backend,
+    batch_invariant: bool,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Return hidden + sum(update), normalized by RMSNorm and unnormalized.
+
+    An update of None stands for zeros.
+    """
+    is_kernel = backend is not Backend.XLA
+    if update is None and is_kernel and batch_invariant:
+        # Add zeros, so that the fused kernel runs: XLA may order the sum by the number of rows.
+        update = jnp.zeros_like(hidden)[None]
+    if update is not None and (is_kernel or not batch_invariant):
+        return add_rms_norm(hidden, update, weight, eps=eps, backend=backend)
+    if update is not None:
+        hidden += sum_partials(update, hidden.dtype)
+    return normalize_rows(hidden, weight, eps, batch_invariant=batch_invariant), hidden
 
 
 class RMSNorm(nnx.Module):
@@ -28,26 +74,23 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Normalize each row of `x`, and return the rows in the dtype of `x`."""
-        normalize = partial(rms_norm, weight=self.scale, eps=self.eps)
-        return map_row_tiles(normalize, x) if self.batch_invariant else normalize(x)
+        return normalize_rows(x, self.scale, self.eps, batch_invariant=self.batch_invariant)
 
     def add_norm(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | PendingAllReduce,
+        update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """Return norm(hidden + sum(update)), and hidden + sum(update)."""
-        options = {"eps": self.eps, "backend": backend}
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
+            options = {"eps": self.eps, "backend": backend}
             return device_sum_norm(
                 hidden, update.partials, self.scale, MESH_AXIS, **peer_options, **options
             )
-        if self.batch_invariant and backend is Backend.XLA:
-            hidden += reduce_update(update, hidden.dtype)
-            return self(hidden), hidden
-        return add_rms_norm(hidden, update, self.scale, **options)
+        mode = {"backend": backend, "batch_invariant": self.batch_invariant}
+        return add_norm_rows(hidden, update, self.scale, self.eps, **mode)
 
 
 class LayerNorm(nnx.Module):
@@ -82,11 +125,12 @@ class LayerNorm(nnx.Module):
     def add_norm(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | PendingAllReduce,
+        update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """Return norm(hidden + sum(update)), and hidden + sum(update)."""
-        hidden += reduce_update(update, hidden.dtype)
+        if update is not None:
+            hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -113,12 +157,7 @@ def add_norm(
 
     An update of None stands for zeros.
     """
-    is_kernel = isinstance(norm, RMSNorm) and backend is not Backend.XLA
-    if update is None and is_kernel and norm.batch_invariant:
-        # Add zeros with the fused kernel. In XLA's norm, the order of additions may depend on the
-        # number of rows.
-        update = jnp.zeros_like(hidden)[None]
-    return (norm(hidden), hidden) if update is None else norm.add_norm(hidden, update, backend)
+    return norm.add_norm(hidden, update, backend)
 
 
 def norm_update(

@@ -18,7 +18,7 @@ class JaxModelSizes:
         max_position_embeddings: Maximum number of tokens of a sequence.
         kv_cache_dtype: Dtype of the pool.
         eos_token_ids: Tokens that end a text.
-        batch_invariant: False, because the engine does not know the model's products.
+        batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
         tensor_parallel_size: 1, because the model runs on one device.
     """
 

@@ -147,11 +147,12 @@ class ModelRunner:
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
-        # Map each program to the arguments that the runner adds to a launch: the parameters (if the
-        # program takes a model), and the names of persistent arrays.
+        self._parameters: tuple[Any, ...] = split.leaves
+        # Map each program to whether it takes the parameters, and to the names of the persistent
+        # arrays that the runner adds to a launch.
         self._program_arguments = {
             (step.name, key): (
-                (split.leaves,) if "model" in step.arguments else (),
+                "model" in step.arguments,
                 step.persistent_arrays(self._persistent_arrays, step.sizes(config, key)),
             )
             for step in PROGRAMS.values()
@@ -170,17 +171,17 @@ class ModelRunner:
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
-    def replace_parameters(self, leaves: tuple[Any, ...]) -> None:
-        """Replace the model's parameters in all later launches.
+    def update_parameters(
+        self, write: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    ) -> None:
+        """Launch all later steps with other parameters, and wait until they are written.
 
         Args:
-            leaves: Parameters in the order of `SplitModel.leaves`, with the same shapes, dtypes and
-                device.
+            write: Function from the parameters to new ones with the same shapes, dtypes and
+                devices. The function may donate the old arrays.
         """
-        self._program_arguments = {
-            name: ((leaves,) if model else (), names)
-            for name, (model, names) in self._program_arguments.items()
-        }
+        self._parameters = write(self._parameters)
+        self._wait(self._parameters)
 
     def launch(self, plan: StepPlan, sampling: SamplingLookup) -> StepHandle:
         """Launch every part of a plan, in the order that `StepPlan` documents.
@@ -416,10 +417,11 @@ class ModelRunner:
         Returns:
             The remaining results, by their names in `PROGRAMS`.
         """
-        persistent_arrays, (model, taken) = (
+        persistent_arrays, (takes_model, taken) = (
             self._persistent_arrays,
             self._program_arguments[kind, key],
         )
+        model = (self._parameters,) if takes_model else ()
         for name in taken:
             inputs[name] = persistent_arrays[name]
         results, names = self.programs[kind, key](*model, **inputs), PROGRAMS[kind].results

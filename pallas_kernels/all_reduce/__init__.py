@@ -33,7 +33,7 @@ from pallas_kernels.tuning import device_kind, is_hopper
 from pallas_kernels.types import Backend
 
 MAX_POLLS = 2**24
-"""Maximum number of times a missing word is read: about ten seconds at 0.6 us per read."""
+"""Maximum number of reads of a word that has not arrived: about ten seconds at 0.6 us per read."""
 
 
 def device_sum(
@@ -45,18 +45,18 @@ def device_sum(
 ) -> Float[Array, "T D"]:
     """Sum x over the devices of a mapped axis; every device gets the same bits.
 
-    With a header, bfloat16 payloads of up to 4 MiB divided by the number of devices go through peer
-    memory: sums in float32, in the order of the devices, rounded once, deterministic. XLA sums all
-    other arrays.
+    If `header` is given and x is a bfloat16 array of at most 4 MiB / (number of devices), the
+    devices exchange x through peer memory. They add in float32, in the order of the devices, and
+    round the sum once, so the result is deterministic. XLA sums all other arrays.
 
     Args:
         x: Rows of this device.
         axis: Name of the mapped axis.
         header: Peer-memory header of this device, from `make_exchange_header`. None: use XLA. If
-            the words of another device do not arrive, the op marks the header in place, and all
-            later sums are NaN. `nan_if_peer_lost` reads that mark.
+            the data of another device does not arrive, the op sets a flag in the header, in place,
+            and all later sums are NaN. `nan_if_peer_lost` reads the flag.
         buffer_index: Receive buffer to use, 0 or 1. Consecutive calls that share an exchange memory
-            must alternate between 0 and 1, across all programs.
+            must alternate between 0 and 1, also if the calls are in different compiled programs.
 
     Raises:
         ValueError: Shapes do not fit, or `buffer_index` is out of range.
@@ -85,17 +85,17 @@ def device_sum_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Sum an update over devices, add it to the residual stream, and apply RMSNorm.
 
-    Equals `add_rms_norm` of `hidden` and the `device_sum` of `update`, with the same bits on all
-    devices. Payloads that fit peer memory run as one launch if they are in bfloat16 and have at
-    most 128 rows of at most 8,192 columns.
+    The result equals `add_rms_norm(hidden, device_sum(update))`, with the same bits on all devices.
+    The op runs as one kernel launch if `device_sum` would use peer memory, `hidden` and `weight`
+    are bfloat16, and `hidden` has at most 128 rows of at most 8,192 columns (a multiple of 8).
 
     Args:
         hidden: Residual stream, the same on all devices.
-        update: Update of this device as split-K partials, in hidden's dtype or float32.
+        update: This device's part of the sum, as split-K partials in hidden's dtype or float32.
         weight: Weight of the norm.
         axis, header, buffer_index: See `device_sum`.
         eps: Epsilon of the norm; see `add_rms_norm`.
-        backend: Implementation of `add_rms_norm`, used if the op is not one launch.
+        backend: Implementation of `add_rms_norm`, if the op does not run as one launch.
 
     Returns:
         The normalized rows, and the new residual stream.
@@ -120,9 +120,9 @@ def device_sum_norm(
 
 
 def exchange_word_counts(num_devices: int, backend: Backend) -> tuple[int, int] | None:
-    """Return the sizes of a device's header and of its exchange memory, in int32 words.
+    """Return how many int32 words a peer-memory header and an exchange memory have, per device.
 
-    Return None where no peer-memory kernel exists: for fewer than 2 or more than 8 devices, or if
+    Return None if no peer-memory kernel exists: for fewer than 2 or more than 8 devices, or if
     the devices are not Hopper GPUs.
     """
     if not 2 <= num_devices <= 8 or not is_hopper(device_kind(Backend(backend))):
@@ -140,7 +140,8 @@ def make_exchange_header(
         addresses: Address of the exchange memory of each device, by rank. Each memory must be
             filled with -1, must keep its address, and must be writable by every device. Only these
             headers may use the memory.
-        max_polls: Maximum number of reads of a missing word, after which its device counts as lost.
+        max_polls: Maximum number of reads of a word that has not arrived. After these reads, the
+            device that should have sent the word counts as lost.
 
     Raises:
         ValueError: `rank` is out of range.
@@ -154,11 +155,11 @@ def make_exchange_header(
 
 
 def nan_if_peer_lost(header: Int32[Array, "W"]) -> Float32[Array, ""]:
-    """Return NaN if this device has lost a peer, else 0.
+    """Return NaN if data of another device did not arrive at this device in time, else 0.
 
-    A program starts with an XLA sum of this value over all devices and adds the sum to its results,
-    so that every device learns of the loss. The XLA sum also ensures that no device polls before
-    all devices have loaded the program.
+    Each compiled program first sums this value over all devices by XLA, and adds the sum to the
+    program's results. If one device returns NaN, the results of all devices are therefore NaN. The
+    XLA sum also ensures that no device polls before all devices have loaded the program.
     """
     return jnp.where(header[LOST_PEER_WORD] == 0, jnp.float32(0), jnp.float32(jnp.nan))
 

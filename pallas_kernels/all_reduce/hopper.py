@@ -44,15 +44,18 @@ from pallas_kernels.all_reduce.tuning import (
 )
 from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 
-# Word indices in the header. From `FIRST_ADDRESS_WORD` on, each address takes two words: first the
-# address of this device's exchange memory, then the addresses of all devices by rank.
+# Indices of the words in the peer-memory header. The addresses start at `FIRST_ADDRESS_WORD`, with
+# two words for each: first the address of this device's exchange memory, then those of all devices
+# by rank.
 LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)
 FIRST_ADDRESS_WORD = 4
-NAN_WORD = 0x7FFF7FFF  # two NaN; stored instead of data that equals `EMPTY_WORD`
+# `NAN_WORD` holds two bfloat16 NaNs. The kernel stores it instead of data that equals `EMPTY_WORD`.
+NAN_WORD = 0x7FFF7FFF
 
 _WORDS_PER_CHUNK = CHUNK_BYTES // 4
 _VALUES_PER_CHUNK = CHUNK_BYTES // 2
-_ROW_BARRIER = 8  # index of a named barrier; Mosaic GPU uses lower indices
+# `_ROW_BARRIER` is the index of a named barrier. Mosaic GPU itself uses the indices below 8.
+_ROW_BARRIER = 8
 _SYSTEM_SCOPE = "relaxed.sys.global"
 _REF_TYPE = plgpu.RefType()
 
@@ -127,7 +130,7 @@ def device_sum_norm(
 
 
 def _exchange(_, *references, buffer_index, num_devices, config, chunks):
-    """Emit the code of one thread of `device_sum`."""
+    """Emit the code that each thread of the `device_sum` kernel runs."""
     x, header, out = map(ops.pointer, references)
     num_threads = config.num_warp_groups * 128
     first = ops.program_index() * num_threads + ops.thread_index()
@@ -190,9 +193,10 @@ def _exchange(_, *references, buffer_index, num_devices, config, chunks):
 def _exchange_row(
     _, *references, buffer_index, num_devices, eps, num_threads, partials: jax.ShapeDtypeStruct
 ):
-    """Emit the code of one thread of `device_sum_norm`.
+    """Emit the code that each thread of the `device_sum_norm` kernel runs.
 
-    The program handles one row; the thread handles chunks `thread`, `thread + num_threads`, ...
+    A program handles one row. Thread i of the program handles the row's chunks i,
+    i + num_threads, i + 2 * num_threads, ...
     """
     partials_pointer, hidden, weight, header, normed, out, sums = map(ops.pointer, references)
     num_partials, num_rows, width = partials.shape
@@ -212,8 +216,10 @@ def _exchange_row(
         return WordLoad(ops.offset(base, number, CHUNK_BYTES), _WORDS_PER_CHUNK, mask)
 
     def partial_loads(column, mask):
-        """Return the loads of a chunk from all partials: one load per bfloat16 partial, or two
-        per float32 partial."""
+        """Return the loads of one chunk of 8 columns from every split-K partial.
+
+        A bfloat16 partial needs one load of 16 bytes, a float32 partial needs two.
+        """
         if partials.dtype == jnp.bfloat16:
             starts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
         else:
@@ -276,7 +282,7 @@ def _sum_partials(parts: list[list[Value]], dtype) -> list[Value]:
 
 
 def _row_scale(totals, sums, num_threads, width, eps) -> Value:
-    """Return 1 / rms of the program's row, whose numbers are spread over the threads.
+    """Return 1 / (root mean square) of the program's row; each thread has a part of the row.
 
     `sums` is shared memory for one float32 per warp.
     """
@@ -293,9 +299,9 @@ def _read_header(header, zero, num_devices):
     """Load the peer-memory header.
 
     Returns:
-        The rank of this device; 1 if it has lost a peer, else 0; the maximum number of polls (0
-        after a loss); a pointer to the exchange memory of this device; and the pointers of all
-        devices by rank.
+        Five values: the rank of this device; 1 if this device has lost a peer, else 0; the maximum
+        number of polls (0 after a loss); a pointer to the exchange memory of this device; and a
+        list of pointers to the exchange memories of all devices, by rank.
     """
     starts = range(FIRST_ADDRESS_WORD, header_words(num_devices), 2)
     pairs = [WordLoad(ops.offset(header, zero + at, 4), 2, zero.eq(0)) for at in starts]
@@ -314,12 +320,15 @@ def _replace_empty(word: Value) -> Value:
 def _sum_devices(
     mine: list[Value], theirs: list[list[Value]], is_other: list[Value]
 ) -> list[Value]:
-    """Sum words of two bfloat16 numbers over the devices, in float32, rounded once.
+    """Sum words over the devices; a word holds two bfloat16 numbers.
+
+    The numbers are added in float32, and each sum is rounded once.
 
     Args:
         mine: Words of this device.
         theirs: Words received from each device, by rank.
-        is_other: Whether each rank is another device; for this device's rank, `mine` is summed.
+        is_other: For each rank, whether it is another device. For this device's own rank, the sum
+            uses `mine` instead of the received words.
     """
     by_device = [
         [ops.select(other, word, own) for word, own in zip(words, mine, strict=True)]

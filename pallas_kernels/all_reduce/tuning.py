@@ -1,6 +1,7 @@
 """Launch parameters of the peer-memory all-reduce, and the limits within which it runs.
 
-All functions take static facts only. Times: docs/kernels/all_reduce.md.
+The functions depend only on values that are known when a program is compiled.
+docs/kernels/all_reduce.md lists measured times.
 """
 
 import math
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 # number divided by the number of devices. For larger payloads XLA's collectives are faster, since
 # they send each device only a part.
 MAX_EXCHANGED_BYTES = 4 * 2**20
-CHUNK_BYTES = 16  # size of one load of a thread
-MAX_PROGRAMS = 128  # programs must run concurrently, and most GPUs have at least 128 SMs
+CHUNK_BYTES = 16  # A thread loads `CHUNK_BYTES` bytes at a time.
+MAX_PROGRAMS = 128  # All programs must run concurrently, and most GPUs have at least 128 SMs.
 MAX_WARP_GROUPS = 4
-MAX_LOADS = 8  # maximum number of loads in flight per thread
-MAX_NORM_ROWS = 128  # one program per row, so this limit equals MAX_PROGRAMS
-MAX_NORM_WIDTH = 8192  # columns; two chunks per thread
+# A thread has at most `MAX_LOADS` loads in flight.
+MAX_LOADS = 8
+# `device_sum_norm` has one program per row, so the limit is `MAX_PROGRAMS`.
+MAX_NORM_ROWS = 128
+# A row of `device_sum_norm` has at most `MAX_NORM_WIDTH` columns, two chunks per thread.
+MAX_NORM_WIDTH = 8192
 
 
 @dataclass(frozen=True)
@@ -57,5 +61,5 @@ def norm_warp_groups(width: int) -> int:
 
 
 def can_fuse_norm(*, num_rows: int, width: int) -> bool:
-    """Return whether `device_sum_norm` can run as one launch."""
+    """Return whether `device_sum_norm` can run as one kernel launch for rows of this size."""
     return num_rows <= MAX_NORM_ROWS and width <= MAX_NORM_WIDTH

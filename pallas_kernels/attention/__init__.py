@@ -152,10 +152,10 @@ def paged_prefill_attention(
 ) -> Float[Array, "T N H"]:
     """Compute causal attention of a ragged batch of new tokens over their paged sequences.
 
-    Rows `query_start_loc[b]:query_start_loc[b + 1]` of q belong to sequence b: the last ones of its
-    `seq_lens[b]` tokens, which are all in the pool. A one-token sequence is a decode row.
-    On a GPU the decode rows at the start of a batch of more than a few sequences run in the decode
-    kernel: put one-token sequences first.
+    Rows `query_start_loc[b]:query_start_loc[b + 1]` of q are the last tokens of sequence b. The
+    pool already holds all `seq_lens[b]` tokens of the sequence. A sequence with one row is a decode
+    row. Put the decode rows first: on a GPU, the decode kernel computes the leading decode rows of
+    a batch of more than 8 sequences.
 
     Args:
         q: Flattened queries, with the dtypes that `paged_decode_attention` takes. Rows from
@@ -166,11 +166,12 @@ def paged_prefill_attention(
             ignored.
         query_start_loc: First row of each sequence, and the end of the last one: [B + 1], from 0,
             not decreasing. A padding sequence repeats the last value.
-        seq_lens: Number of tokens of each sequence, earlier and new. 0 for a padding sequence.
+        seq_lens: Number of tokens of each sequence, including the new tokens. 0 for a padding
+            sequence.
         scale, backend, soft_cap, sliding_window, scales: See `paged_decode_attention`.
         call_shared: Called as `call_shared(function, *arrays)`; must return `function(*arrays)`.
-            Wraps the part of the op that does not depend on the number of sequences, so that
-            programs for different numbers can share the lowered function.
+            `function` is the part of the op that does not depend on the number of sequences.
+            Programs for different numbers of sequences can therefore share its lowered code.
         batch_invariant: Whether a token's bits must not depend on the other tokens of the batch:
             one kernel then computes all rows, decode rows too. On a GPU, prefill_hopper.py must
             support the shapes.
@@ -263,7 +264,7 @@ def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
 
 
 def _check_batch_invariant(q, kv, options, backend):
-    """Raise ValueError unless prefill_hopper.py computes the attention."""
+    """Raise ValueError on a GPU whose prefill_hopper.py does not support the arguments."""
     is_plain_causal = all(options[name] is None for name in ("soft_cap", "sliding_window"))
     supported = tuning.runs_hopper_prefill(
         head_size=q.shape[2],
@@ -315,7 +316,7 @@ def _launch_prefill(
         into = prefill_hopper.paged_prefill_attention(q, *wide[:4], **launch)
         if block_tables.size <= config.max_blocks:
             return into
-        # The Triton kernel below handles the sequences whose blocks were not widened.
+        # The Triton kernel below handles the sequences whose FP8 blocks were not converted.
         arrays = (q, kv, block_tables, wide.remaining_start_loc, seq_lens)
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
@@ -393,7 +394,7 @@ def check_prefill(query_start_loc, seq_lens):
 
 
 def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, **scalars):
-    """Check the arguments of `rope_decode_attention`: the fused projection has one token per row.
+    """Check the arguments of `rope_decode_attention`, which documents the errors.
 
     `scalars` are `scale`, `soft_cap` and `sliding_window`.
     """

@@ -56,8 +56,10 @@ from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.types import LayerKV, pack_fp8_pairs
 
-_MAX_MERGED_HEADS = 4  # query heads merged together, one per warp
-_MAX_MERGE_REGISTERS = 64  # registers per thread for the partials merged together
+# A merge step handles at most `_MAX_MERGED_HEADS` query heads, one per warp.
+_MAX_MERGED_HEADS = 4
+# The partials of a merge step take at most `_MAX_MERGE_REGISTERS` registers per thread.
+_MAX_MERGE_REGISTERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,12 +91,12 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the score tile: the padded query group, at least 16."""
+        """Number of rows of the score tile: the query heads per KV head, padded to 16 or more."""
         return max(16, pl.next_power_of_2(self.group))
 
     @property
     def rows_per_head(self) -> int:
-        """Number of equal rows per query head in the score tile."""
+        """Number of rows of the score tile that repeat the same query head."""
         return self.num_rows // pl.next_power_of_2(self.group)
 
     @property
@@ -105,7 +107,7 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     @property
     def splits_per_merge(self) -> int:
-        """Number of splits whose partials are merged in one step, limited by registers."""
+        """Maximum number of splits that one merge step handles, limited by registers."""
         room = _MAX_MERGE_REGISTERS * 32 * self.config.num_warps // math.prod(self.merge_shape)
         return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
 
@@ -113,8 +115,8 @@ class DecodeSpec(tile_ops.AttentionSpec):
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
     """Run the public op `paged_decode_attention` in Pallas Triton.
 
-    `options` are fields of `DecodeSpec`. `into` is an optional output array, shaped like q. Rows
-    of sequences without keys keep their values.
+    `options` are fields of `DecodeSpec`. `into` is an optional array, shaped like q, that receives
+    the outputs. The kernel does not change the rows of `into` whose sequences have no keys.
     """
     spec = DecodeSpec.for_pool(q.shape[1], kv, block_tables, in_place=into is not None, **options)
     rows = q.reshape(-1, q.shape[2])
@@ -159,7 +161,12 @@ def rope_decode_attention(
 
 
 def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
-    """Launch the kernel; return an array like `rows`, the two pools if written, then scratch."""
+    """Launch the kernel.
+
+    Returns:
+        The outputs, shaped like `rows`; then the two pools, if the kernel writes them; then scratch
+        arrays, which callers ignore.
+    """
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
@@ -168,7 +175,8 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
         row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
         scratch = [jax.ShapeDtypeStruct((*row.shape, rows.shape[1]), jnp.float32), row, row]
-    # Kernel inputs: two pools, block tables, plan, `inputs`. `into` is the last array of `inputs`.
+    # The kernel's inputs start with two pools, block tables, plan and `inputs`. The last array of
+    # `inputs` may be `into`.
     aliases = {index: index + 1 for index in range(len(new_pools))}
     if spec.in_place:
         aliases[len(pools) + 1 + len(inputs)] = 0
@@ -187,7 +195,9 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
 
 
 class _WorkItem(NamedTuple):
-    """One split of one sequence, shared by all KV heads: a row of the plan, or all rows as arrays.
+    """A row of the plan: one split of one sequence's keys, for every KV head.
+
+    The fields are scalars, or arrays with one element for each row of the plan.
 
     Attributes:
         sequence: Index of the sequence in the batch.
@@ -211,7 +221,7 @@ class _WorkItem(NamedTuple):
 def decode_plan(block_tables, seq_lens, spec):
     """Return the work items of one KV head as rows [items, 8], the longest sequences first.
 
-    The plan is the same for all layers of a step, so XLA computes it once per step.
+    All layers of a step use the same plan, so XLA computes the plan once per step.
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _visible_tiles(seq_lens, spec)
@@ -222,7 +232,7 @@ def decode_plan(block_tables, seq_lens, spec):
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
-    # Even splits of the whole batch, plus one shorter split at the end of each sequence.
+    # Each sequence may have one split more than an even division gives: a shorter last split.
     max_items = min(batch * config.num_splits, _max_even_splits(batch, spec) + batch)
     item = jnp.arange(max_items, dtype=jnp.int32)
     owns = (first_item[None, :] <= item[:, None]) & (item[:, None] < (first_item + used)[None, :])
@@ -242,9 +252,10 @@ def decode_plan(block_tables, seq_lens, spec):
 
 
 def _first_items_longest_first(tiles, used):
-    """Return the first item index of each sequence [B] if items are ordered by descending length.
+    """Return the index of each sequence's first work item [B] if longer sequences come first.
 
-    A sum over a B x B comparison is one kernel; a sort and a prefix sum would be several.
+    `tiles` [B] are the lengths in key tiles, `used` [B] the numbers of work items. A sum over a
+    B x B comparison is one kernel; a sort and a prefix sum would be several.
     """
     row = jnp.arange(tiles.shape[0], dtype=jnp.int32)
     equal = (tiles[None, :] == tiles[:, None]) & (row[None, :] < row[:, None])
@@ -253,7 +264,11 @@ def _first_items_longest_first(tiles, used):
 
 
 def _even_split_tiles(tiles, spec):
-    """Return the number of tiles per split if `tiles` [B] are divided evenly over the programs."""
+    """Return the number of key tiles per split that divides the batch evenly over programs.
+
+    `tiles` [B] are the numbers of key tiles of the sequences. With `split_percent_of_mean`, return
+    that percentage of the mean length instead.
+    """
     if spec.config.split_percent_of_mean is None:
         return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
     live = jnp.maximum(jnp.sum((tiles > 0).astype(jnp.int32)), 1)
@@ -261,24 +276,27 @@ def _even_split_tiles(tiles, spec):
 
 
 def _min_split_tiles(tiles, spec):
-    """Return the minimum number of tiles per split [B], for sequences of `tiles` [B] key tiles.
+    """Return the minimum number of key tiles per split [B], for sequences of `tiles` [B] tiles.
 
-    The limit `num_splits` gives a minimum. The minimum is at least two where splits of one tile
-    would need a second merge step, because a merge step takes longer than a tile.
+    A sequence may have at most `num_splits` splits. If splits of one tile would need a second merge
+    step, the minimum is two tiles, because a merge step takes longer than a tile.
     """
     min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))
 
 
 def _max_even_splits(batch, spec):
-    """Return the maximum number of splits in a batch, for one KV head, if all have equal size."""
+    """Return the maximum number of splits of a batch, for one KV head, if all splits are equal."""
     if spec.config.split_percent_of_mean is None:
         return spec.config.target_programs // spec.num_kv_heads
     return pl.cdiv(100 * batch, spec.config.split_percent_of_mean)
 
 
 def _visible_tiles(seq_lens, spec):
-    """Return the ranges (start [B], stop [B]) of key tiles in the pool that the queries see."""
+    """Return each sequence's range (start [B], stop [B]) of key tiles that the queries see.
+
+    Keys of new tokens that are not in the pool yet do not count.
+    """
     tile = spec.config.tile_tokens
     end = (seq_lens + (tile - 1 - spec.num_new_tokens)) // tile
     if spec.sliding_window is None:
@@ -301,7 +319,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     num_keys = seq_len - spec.num_new_tokens
     group_row = head * spec.group
     first_row = item.sequence * spec.num_heads + group_row
-    # A tensor core takes 16 rows, so the heads of a smaller group are repeated.
+    # A tensor core needs at least 16 rows, so a group of fewer heads is repeated.
     row = jnp.arange(spec.num_rows, dtype=jnp.int32)
     group_head = lax.div(row, jnp.int32(spec.rows_per_head))
     live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.rows_per_head)) == 0)
@@ -386,12 +404,14 @@ def _load_work_item(plan_ref, item_index):
 
 
 def _is_last_program(counters_ref, counter, count, spec):
-    """Return whether this program is the last of `count` to get here, and reset the counter then.
+    """Count this program's call, and return whether it is the last of `count` calls.
 
-    The last program sees everything that the other programs stored before this call.
+    The last call resets the counter to 0. After it, the program sees everything that the other
+    programs stored before their calls.
     """
     if not spec.interpret:
-        # Wait for the stores of all threads: one thread adds to the counter for the program.
+        # One thread increments the counter for the whole program, so first wait until all threads
+        # have stored their results.
         plgpu.debug_barrier()
     # The atomic add has acquire and release semantics.
     before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))
@@ -407,8 +427,8 @@ def _is_last_program(counters_ref, counter, count, spec):
 def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
     tile_ops.store_rows(partials[0], rows, out, live)
-    # For a row whose mask is off, the interpreter writes the old values back, except past the end
-    # of the array.
+    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
+    # values. It ignores rows past the end of the array, so move masked rows there.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
     plgpu.store(partials[2].at[rows], row_sum, mask=live)
@@ -442,13 +462,14 @@ def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spe
 
 
 def _fold_partials(partials, first_row, live, carry, spec):
-    """Merge the partials of one merge step into the running (max, sum, out) of [heads, H].
+    """Merge the partials of up to `splits_per_merge` splits into the running (max, sum, out).
 
-    `live` holds the number of splits and the number of heads that exist.
+    The running values have the shape [heads, H]. `live` is (number of remaining splits, number of
+    remaining heads); loads beyond them are masked.
 
     All loads are issued before any result is needed, and sums stay within a thread or a warp. Heads
-    and columns are loaded as one axis, so that one warp holds a head's columns of all splits.
-    Maxima are loaded a second time, in the other axis order, to avoid moving them between threads.
+    and columns are loaded as one axis, so that one warp holds a head's columns of all splits. The
+    maxima are loaded twice, once per axis order, to avoid moving them between threads.
     """
     (heads, width), at_once = spec.merge_shape, spec.splits_per_merge
     split, column = _axis_indices((at_once, heads * width))
@@ -473,12 +494,12 @@ def _fold_partials(partials, first_row, live, carry, spec):
 
 
 def _axis_indices(shape):
-    """Return two int32 arrays of a 2-D `shape`: the index along axis 0, and along axis 1."""
+    """Return two int32 arrays of a 2-D `shape`: each element's row index, and its column index."""
     return tuple(lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
 
 
 def _split_weights(maxima, axis):
-    """Return each split's weight exp2(max - overall max), and the overall max along `axis`."""
+    """Return each split's weight exp2(max - largest max), and the largest max along `axis`."""
     top = jnp.max(maxima, axis=axis)
     return jnp.exp2(maxima - jnp.expand_dims(top, axis)), top
 
@@ -502,10 +523,10 @@ def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales)
             head norms their weights [H] for queries and for keys.
         sequence: Index of the sequence in the batch, traced.
         kv_head: Index of the KV head, traced.
-        with_key: Whether to load key and value, traced. If false, both are arbitrary finite
-            numbers.
-        pool_dtype: Dtype of the results. Over an FP8 pool, queries have the projection's dtype
-            instead, and key and value are in FP8.
+        with_key: Whether to load key and value, traced. If false, the returned key and value are
+            arbitrary finite numbers.
+        pool_dtype: Dtype of the pool and of the results. For an FP8 pool, the queries have the
+            dtype of the projection, and the key and value are in FP8.
         scales: Scales of keys and values in an FP8 pool; (None, None) for other pools.
 
     Returns:
@@ -544,9 +565,10 @@ def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales)
 
 
 def _rope_columns(size, width):
-    """Return a head's column indices, the same with halves exchanged, and the angle indices.
+    """Return three index arrays [width]: for each column of a head, its rotation's columns.
 
-    Each array is [width]. Column c is rotated with column c + size / 2 or c - size / 2.
+    The arrays are the columns themselves; the columns c + size / 2 or c - size / 2 that are rotated
+    with them; and the columns of the cosines and sines.
     """
     half, column = size // 2, jnp.arange(width, dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)

@@ -54,18 +54,23 @@ from pallas_kernels.attention.tiles import window_map
 from pallas_kernels.attention.tuning import HOPPER_KEY_TILE as KEY_TILE
 from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
-CONSUMER_ROWS = 64  # matrix rows of one consumer warpgroup
-NUM_CONSUMERS = 2  # consumer warpgroups, unless sequences have few tokens
+CONSUMER_ROWS = 64  # A consumer warpgroup computes 64 rows of a matrix tile.
+NUM_CONSUMERS = 2  # A program has two consumer warpgroups, or one if sequences have few tokens.
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # matrix rows of a tile
-NUM_STAGES = 2  # pipeline stages of q, of keys and of values in shared memory
+NUM_STAGES = 2  # Shared memory has two pipeline stages each for q, keys and values.
 _LOG2_E = math.log2(math.e)
 # Layout of the output in shared memory: tiles of one row, so that any range of rows can be copied.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_STRIP_COLUMNS = 8  # columns of the narrowest array that has the accumulator layout of wgmma
+# The narrowest array with wgmma's accumulator layout has `_STRIP_COLUMNS` columns.
+_STRIP_COLUMNS = 8
 # The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
 _RESCALE_THRESHOLD_LOG2 = 8.0
-_NUM_FIELDS = 8  # int32 words of metadata per tile, and of the header before the first tile
-_MIN_METADATA_SIZE = 2**16  # words; enough for 256 sequences of 128 blocks
+# Each tile has `_NUM_FIELDS` int32 words of metadata. As many words before them hold the number of
+# tiles.
+_NUM_FIELDS = 8
+# The metadata array has at least `_MIN_METADATA_SIZE` int32 words, which is enough for 256
+# sequences of 128 blocks.
+_MIN_METADATA_SIZE = 2**16
 
 
 class _PrefillSpec(NamedTuple):
@@ -105,12 +110,13 @@ def paged_prefill_attention(
     """Run the public op `paged_prefill_attention` in Mosaic GPU, without soft cap and window.
 
     `scales`, if given, are the scales of the FP8 pool from which the blocks of `kv` were converted.
-    With `has_few_queries`, tiles have half as many matrix rows. This is faster if most sequences
-    have few tokens, because fewer rows are unused. The result has the same bits.
+    With `has_few_queries`, a tile has 64 matrix rows instead of 128. Smaller tiles are faster if
+    most sequences have few new tokens, because fewer matrix rows are unused. Both tile sizes give
+    the same bits.
     """
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
-    if has_few_queries:  # every set of heads loads the keys again, so use few sets
+    if has_few_queries:  # Every set of query heads loads the keys again, so use large sets.
         num_consumers, heads_per_tile = 1, min(pl.next_power_of_2(group), CONSUMER_ROWS // 8)
     else:
         num_consumers, heads_per_tile = NUM_CONSUMERS, choose_heads_per_tile(group, num_tokens)
@@ -175,10 +181,12 @@ def _attend(q, k, v, numbers, *scales, spec):
 def choose_heads_per_tile(group, num_tokens):
     """Return the number of query heads per tile: the power of 2 that gives the fewest tiles.
 
-    A small number divides groups of any size (2 for 6, 1 for 7), so no matrix row is idle. A large
-    number makes tiles of few tokens, so that the last tile of a sequence has fewer unused rows.
-    Each set of heads loads the keys again, mostly from L2. The estimate assumes eight sequences, so
-    that the kernel does not depend on their number.
+    `group` is the number of query heads per KV head. A small number of heads per tile divides
+    `group` more often (2 divides 6, 1 divides 7), so no matrix row is idle. A large number leaves
+    room for fewer tokens in a tile, so the last tile of a sequence has fewer unused rows.
+
+    Each set of heads loads the keys again, mostly from L2. The estimate assumes eight sequences
+    instead of the batch's number, so that batches of different numbers share one kernel.
     """
 
     def num_tiles(heads_per_tile):
@@ -245,9 +253,9 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Return the head set and the six tile fields of this program's item in a round.
+        """Return the head set and the six tile fields that this program processes in a round.
 
-        Past the last round, return the fields of the last item.
+        After the last round, return those of the last round again.
         """
         index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program
@@ -256,10 +264,10 @@ def _kernel(
         return head_set, *(metadata_ref[(tile_index + 1) * _NUM_FIELDS + f] for f in range(6))
 
     def head_column(head_set, member):
-        """Return the first column in q of a query head.
+        """Return the first column in q of query head number `member` of a head set.
 
-        A head set consists of up to `heads_per_tile` query heads of one KV head, and `member` is an
-        index in the set. Members past the last query head of the KV head repeat that head.
+        A head set consists of up to `heads_per_tile` query heads of one KV head. If the KV head has
+        fewer query heads left, its last query head fills the rest of the set.
         """
         kv_head = lax.div(head_set, jnp.int32(sets_per_group))
         group_member = lax.rem(head_set, jnp.int32(sets_per_group)) * heads_per_tile + member
@@ -302,9 +310,10 @@ def _kernel(
                     position = index * KEY_TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = metadata_ref[jnp.minimum(entry, metadata_ref.shape[0] - 1)] * block_size
-                    if block_size > KEY_TILE:  # the block covers several key tiles
+                    if block_size > KEY_TILE:  # A block of the pool then covers several key tiles.
                         row += lax.rem(position, jnp.int32(block_size))
-                    # For a row outside the pool, the copy engine writes zeros.
+                    # Past the end of a sequence, pass a row outside the pool: the copy engine then
+                    # writes zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 for i, row in enumerate(rows):
@@ -325,7 +334,8 @@ def _kernel(
                 fields = item_fields(index)
                 if with_q:
                     load_q(index, fields, half)
-                # After the last item, load one more key tile, because the last GEMMs read one.
+                # After the last round, load one more key tile: the GEMMs that finish a round also
+                # read the first key tile of the next round.
                 steps = jnp.where(index < num_rounds, num_key_tiles(fields), 1)
 
                 def load_step(i, step):
@@ -365,10 +375,11 @@ def _kernel(
             return q_smem.at[stage, pl.ds(pl.multiple_of(first, CONSUMER_ROWS), CONSUMER_ROWS)]
 
         def softmax(scores, reference, row_sum, shift):
-            """Return float32 weights, the new reference and sums, and whether a reference grew.
+            """Return the softmax weights of one key tile, and the updated state of the rows.
 
-            The row of the window's token t sees the columns up to t + `shift`. If `shift` is None,
-            all rows see all columns.
+            The four results are the float32 weights, the new reference scores, the new row sums,
+            and 1 if the reference of any row changed, else 0. Token t of the window sees the keys 0
+            to t + `shift` of the tile. If `shift` is None, all tokens see all keys.
             """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
@@ -394,9 +405,9 @@ def _kernel(
             )
 
         def fold(carry, step, q_stage, shift):
-            """Add this step's weights . values to out, and compute the next step's weights.
+            """Add weights @ values of this key tile to out; compute the next key tile's weights.
 
-            Returns the next (weights, reference, row sums, out).
+            Returns the next carry: (weights, reference, row sums, out).
             """
             weights, reference, row_sum, out = carry
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
@@ -429,9 +440,9 @@ def _kernel(
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
         def last_gemms(weights, out, step, q_stage):
-            """Add weights @ values of the last key tile to out, and start the next item.
+            """Add weights @ values of the last key tile to out, and start the next round.
 
-            Returns out and the scores of the next item's first key tile.
+            Returns out, and the scores of the first key tile of the next round.
             """
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
@@ -491,12 +502,12 @@ def _kernel(
                 sums,
                 wgmma_zeros(CONSUMER_ROWS, head_size),
             )
-            full = jnp.maximum(full - 1, 0)  # the first key tile is already done
+            full = jnp.maximum(full - 1, 0)  # The first key tile has been computed before the loop.
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # Finish the last key tile of this item. At the same time, `last_gemms` computes the
-            # scores of the next item's first key tile.
+            # Finish the last key tile of this round. At the same time, `last_gemms` computes the
+            # scores of the next round's first key tile.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
@@ -571,8 +582,8 @@ def _any_positive_in_warp(array):
     """Return 1 in each warp that has a positive number in [CONSUMER_ROWS, _STRIP_COLUMNS], else 0.
 
     Warps may get different results, so code that depends on the result must not wait for other
-    warps. NaN is ignored: rows outside the tile may hold NaN, and a thread that holds numbers of
-    such a row also holds numbers of a second row, which may be inside the tile.
+    warps. NaN counts as not positive: a thread holds numbers of two rows, and a NaN in a row that
+    is not part of the tile must not affect the other row.
     """
 
     def body(_, array):
@@ -591,9 +602,9 @@ def _any_positive_in_warp(array):
 def _force_evaluation(sums):
     """Make the assembler compute `sums` [CONSUMER_ROWS, _STRIP_COLUMNS] before the next wait.
 
-    Otherwise the assembler moves the softmax behind the wait for the GEMM, and the two no longer
-    overlap. The emitted branch tests for negative sums. It is never taken, since weights are not
-    negative, but the assembler must compute the sums for it.
+    Otherwise the assembler moves the softmax behind the wait for the GEMM, and softmax and GEMM no
+    longer overlap. The function emits a branch that is taken if a sum is negative. Sums of softmax
+    weights are never negative, but the assembler must compute the sums to test them.
     """
 
     def body(_, sums):

@@ -47,8 +47,8 @@ def paged_prefill_attention(
 ):
     """Run the public op `paged_prefill_attention` in Pallas Triton.
 
-    `options` are fields of `AttentionSpec`. `into` is an optional output array, shaped like q.
-    Rows before the first sequence keep their values.
+    `options` are fields of `AttentionSpec`. `into` is an optional array, shaped like q, that
+    receives the outputs. The rows before `query_start_loc[0]` keep the values of `into`.
     """
     num_tokens, num_heads, head_size = q.shape
     spec = tile_ops.AttentionSpec.for_pool(
@@ -127,7 +127,7 @@ def _visibility_mask(key_positions, row_positions, sliding_window):
 
 
 def _key_tile_range(first_position, num_keys, tile_tokens, sliding_window):
-    """Return the first key tile, the first key tile that needs a mask, and the end (exclusive)."""
+    """Return the key tiles that a tile of queries sees: (first, first that needs a mask, stop)."""
     stop = pl.cdiv(num_keys, tile_tokens)
     if sliding_window is None:
         # A key tile needs no mask if its last key is at or before the tile's first query.

@@ -40,7 +40,7 @@ from pallas_kernels.types import split_fp8_pairs
 
 MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
-_MIN_WIDTH = 16  # minimum side of a tensor core operand
+_MIN_WIDTH = 16  # An operand of a tensor core has at least `_MIN_WIDTH` rows and columns.
 EVICT_LAST = "evict_last"
 """L2 eviction policy for data that every layer of a step reads first: keep it as long as possible.
 
@@ -109,7 +109,8 @@ class AttentionSpec:
 def load_rows(ref, rows, width, live=None):
     """Load the given rows of a matrix as a tile [len(rows), width].
 
-    Rows where `live` is false, and columns past the matrix, are zeros. `live` None means all.
+    Rows where `live` is false, and columns past the matrix, are zeros. If `live` is None, all rows
+    are loaded.
     """
     index, mask = _tile_index(ref, rows, width, live)
     if mask is None:
@@ -118,16 +119,20 @@ def load_rows(ref, rows, width, live=None):
 
 
 def store_rows(ref, rows, value, live):
-    """Store a tile into the given rows of a matrix where `live` is true, cast to its dtype."""
-    # For a row whose mask is off, the interpreter writes the old values back, which could overwrite
-    # a new row. Move these row indices past the end of the matrix: nothing is written there.
+    """Store a tile into the given rows of a matrix where `live` is true, in the matrix's dtype."""
+    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
+    # values. It ignores rows past the end of the matrix, so move masked rows there.
     rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
 def split_parts(x, spec):
-    """Split a tile [rows, `spec.width`] into even and odd columns for an FP8 pool, else (x,)."""
+    """Return the parts of a tile [rows, `spec.width`].
+
+    For an FP8 pool the parts are the even columns and the odd columns. For any other pool the only
+    part is the tile itself.
+    """
     if not spec.is_scaled:
         return (x,)
     shape = x.shape[0], x.shape[1] // 2
@@ -135,7 +140,7 @@ def split_parts(x, spec):
 
 
 def join_parts(parts):
-    """Return the full tile of the parts that `split_parts` returned."""
+    """Return the tile whose parts `split_parts` returned."""
     if len(parts) == 1:
         return parts[0]
     pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
@@ -156,10 +161,10 @@ def _load_parts(ref, rows, spec, live, dtype):
 
 
 def _extract_pair_part(pairs, part):
-    """Return the even or odd half ("even", "odd") of `split_fp8_pairs`, converted to float16.
+    """Return the even or the odd columns of FP8 pairs, converted to float16.
 
-    The two halves share a permutation, so four numbers take three instructions. The compiler emits
-    ten instructions for masks and shifts.
+    `part` is "even" or "odd". The two calls share one permutation of bytes, so four numbers take
+    three instructions. For `split_fp8_pairs`, the compiler would emit ten.
     """
     asm = f"""{{
         .reg .b32 parted;
@@ -214,8 +219,10 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
         sequence: Index of the sequence.
         head: Index of the KV head.
         positions: Positions of the keys.
-        live: Whether each position exists; other keys and values are loaded as zeros. None: all do.
-        mask: Function that returns which keys each row sees [rows, keys], or None for all.
+        live: Whether each position exists in the sequence. Keys and values at other positions are
+            loaded as zeros. None: all positions exist.
+        mask: Function that returns which keys each row sees [rows, keys]. None: all rows see all
+            keys.
         spec: Static parameters of the kernel.
         k_scale: Scale of the keys of an FP8 pool, else None.
 
@@ -224,7 +231,7 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
     """
     k_ref, v_ref, tables_ref = refs
     size = jnp.int32(spec.block_size)
-    # `//` and `%` would also handle negative numbers, which costs instructions.
+    # Use `lax.div` and not `//`, because `//` needs more instructions to round negative numbers.
     entries = sequence * spec.table_width + lax.div(positions, size)
     if live is None:
         blocks = plgpu.load(tables_ref.at[entries], eviction_policy=EVICT_LAST)
@@ -295,10 +302,10 @@ def _softmax_fold(carry, scores, values, spec):
 
 
 def _exp2(x, spec):
-    """Return 2 ** x; over an FP8 pool, results below 2 ** -126 become 0.
+    """Return 2 ** x. With an FP8 pool, results below 2 ** -126 (subnormal numbers) become 0.
 
-    The number of instructions bounds the loop over an FP8 pool, and the compiler emits three more
-    of them to return subnormal numbers.
+    The number of instructions limits the speed of the loop over an FP8 pool. To return subnormal
+    numbers, the compiler would emit three more instructions.
     """
     if not spec.is_scaled or spec.interpret:
         return jnp.exp2(x)
@@ -314,7 +321,11 @@ def softmax_finish(carry):
 
 
 def _tile_index(ref, rows, width, live):
-    """Return the row and column indices of a tile, each in its full shape, and the mask or None."""
+    """Return the indices with which a tile is loaded or stored, and the mask.
+
+    The indices are two arrays with the shape of the tile: the row and the column of each element.
+    The mask is None if no element needs a mask.
+    """
     shape = (rows.shape[0], width)
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = None if live is None else jnp.broadcast_to(live[:, None], shape)

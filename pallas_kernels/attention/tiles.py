@@ -20,9 +20,9 @@ from jaxtyping import Array, Int32
 def split_decode_rows(
     seq_lens: Int32[Array, "B"], query_start_loc: Int32[Array, "B+1"]
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
-    """Separate the leading one-token sequences (decode rows) from a ragged batch.
+    """Separate the leading one-token sequences (decode rows) from the rest of a ragged batch.
 
-    The query row of such a sequence equals the sequence's index.
+    Row i of q belongs to decode sequence i.
 
     Returns:
         `query_start_loc` for prefill, in which the decode sequences have no rows; and `seq_lens`
@@ -61,7 +61,7 @@ def max_tiles(num_tokens: int, num_sequences: int, tile_size: int) -> int:
 
 
 def first_tiles(query_start_loc, tile_size: int):
-    """Return the first tile of each sequence and of the padding rows [B + 1]."""
+    """Return the index of each sequence's first tile, then of the padding rows' first: [B + 1]."""
     sequence_index = jnp.arange(query_start_loc.shape[0], dtype=jnp.int32)
     return query_start_loc // jnp.int32(tile_size) + sequence_index
 
@@ -72,15 +72,15 @@ def tile_map(
     num_tokens: int,
     tile_size: int,
 ) -> TileMap:
-    """Return the tiles of `tile_size` tokens of a ragged batch of `num_tokens` rows.
+    """Divide a ragged batch of `num_tokens` rows into tiles of at most `tile_size` rows.
 
-    Empty tiles have `num_rows` and `num_keys` 0. The map is the same for all layers of a step, so
-    XLA computes it once per step.
+    Empty tiles have `num_rows` and `num_keys` 0. All layers of a step use the same map, so XLA
+    computes the map once per step.
     """
     tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
     sequence = jnp.searchsorted(starts[1:], tiles, side="right", method="compare_all")
-    sequence = sequence.astype(jnp.int32)  # B: padding
+    sequence = sequence.astype(jnp.int32)  # Sequence index B stands for the padding rows.
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
@@ -95,16 +95,16 @@ def tile_map(
 
 
 class WindowMap(NamedTuple):
-    """Tiles that are aligned in q: each is the part of a window of rows that one sequence owns.
+    """Tiles of a ragged batch: a tile has the rows of one sequence in one window of q.
 
-    Padding rows have tiles too, with a `seq_len` of 0. Entries from index `num_tiles` on are
-    meaningless.
+    A window is a fixed number of rows, and starts at a multiple of that number. Padding rows have
+    tiles too, with a `seq_len` of 0. The entries from index `num_tiles` on are undefined.
 
     Attributes:
         sequence: Index of the tile's sequence.
         window_index: Index of the window in q.
-        first_position: Position in the sequence of the window's row 0; negative if the sequence
-            starts inside the window.
+        first_position: Position in the sequence that row 0 of the window has; negative if the
+            sequence starts inside the window.
         begin, end: Range of the tile's rows within the window.
         seq_len: Number of tokens of the sequence.
         num_tiles: Number of valid tiles.
@@ -125,10 +125,10 @@ def window_map(
     num_tokens: int,
     window: int,
 ) -> WindowMap:
-    """Return the tiles of `num_tokens` rows in aligned windows of `window` rows.
+    """Divide a ragged batch of `num_tokens` rows into tiles within windows of `window` rows.
 
-    A window that several sequences share gives one tile for each. The first `num_tiles` tiles are
-    never empty, so that a kernel can distribute the tiles evenly over its programs.
+    If several sequences have rows in a window, each of these sequences gets a tile. The first
+    `num_tiles` tiles are never empty, so a kernel can divide them evenly among its programs.
     """
     size, batch = jnp.int32(window), seq_lens.shape[0]
     starts = query_start_loc
@@ -138,7 +138,7 @@ def window_map(
     lasts = jnp.cumsum(counts)
     tiles = jnp.arange(-(-num_tokens // window) + batch, dtype=jnp.int32)
     owner = jnp.searchsorted(lasts, tiles, side="right", method="compare_all").astype(jnp.int32)
-    owner = jnp.minimum(owner, batch)  # batch: padding
+    owner = jnp.minimum(owner, batch)  # Sequence index `batch` stands for the padding rows.
     first_row = (first_window[owner] + tiles - (lasts - counts)[owner]) * size
     end = jnp.clip(ends[owner] - first_row, 0, window)
     sequence = jnp.minimum(owner, batch - 1)

@@ -1,6 +1,6 @@
 """Launch parameters of the attention kernels: heuristics, overridden by the device's tuned table.
 
-All functions take static facts only: sizes, dtypes, and the name of the GPU.
+The functions depend only on sizes, dtypes, and the name of the GPU.
 """
 
 import dataclasses
@@ -10,9 +10,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels import tuning
 from pallas_kernels.tuning import is_hopper
 
-SMALL_BATCH = 8  # batch rows of the smallest bucket, which often holds fewer sequences
-REFERENCE_NUM_CORES = 132  # SMs of the GPU on which the heuristics were tuned
-HOPPER_KEY_TILE = 128  # keys per tile in prefill_hopper.py
+# The smallest bucket has `SMALL_BATCH` batch rows, and often holds fewer sequences.
+SMALL_BATCH = 8
+# The heuristics were tuned on a GPU with `REFERENCE_NUM_CORES` SMs.
+REFERENCE_NUM_CORES = 132
+# A key tile of prefill_hopper.py has `HOPPER_KEY_TILE` keys.
+HOPPER_KEY_TILE = 128
 # Memory of a step for keys and values that widen_triton.py converts from FP8.
 WIDENED_KV_BYTES = 2**28
 
@@ -93,21 +96,22 @@ def decode_config(
         device_kind: Name of the GPU, for its tuned table.
     """
     tile = _key_tile(head_size, itemsize)
-    # About two programs per SM saturate the memory bandwidth. The smallest bucket may hold a single
-    # sequence, so it gets the splits for one row; unused splits cost little.
+    # About two programs per SM saturate the memory bandwidth. A batch of the smallest bucket may
+    # have a single sequence, so choose the splits for one row. Unused splits cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = pl.next_power_of_2(-(-2 * REFERENCE_NUM_CORES // (rows * num_kv_heads)))
     programs, fills_gpu = batch * num_kv_heads, wanted == 1
     if fills_gpu and programs > 12 * REFERENCE_NUM_CORES:
-        # With smaller tiles, more programs fit on an SM. 64 FP8 keys have the bytes of 32 bfloat16
-        # keys.
+        # With smaller tiles, more programs fit on an SM. 64 FP8 keys have as many bytes as 32
+        # bfloat16 keys.
         tile = min(tile, 32 if itemsize > 1 else 64)
     # Allow at least 8 splits, so that one long sequence among short ones can use them.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
     config = DecodeConfig(
         tile,
         splits,
-        # With many programs on an SM, other programs hide the latency of loads, so use two warps.
+        # If many programs share an SM, they hide the latency of each other's loads, so two warps
+        # per program are enough.
         num_warps=2 if itemsize <= 2 and (fills_gpu or splits == 1) else 4,
         split_percent_of_mean=(110 if programs <= 4 * REFERENCE_NUM_CORES else 150)
         if fills_gpu
@@ -119,8 +123,9 @@ def decode_config(
 def should_split_decode_rows(*, num_tokens: int, batch: int) -> bool:
     """Return whether the leading one-token sequences of a ragged batch use the decode kernel.
 
-    The prefill kernel gives each one-token sequence a whole tile and reads its keys at half the
-    speed. In the smallest bucket the additional launch costs as much as it saves.
+    The prefill kernel computes a whole tile for each one-token sequence, and reads the keys at half
+    the speed of the decode kernel. In a batch of at most `SMALL_BATCH` rows, the second launch
+    costs as much time as it saves.
     """
     return SMALL_BATCH < batch <= num_tokens
 
@@ -165,7 +170,8 @@ def widening_config(
 
     `max_blocks` is at least twice the number of blocks that the new tokens fill. The result does
     not depend on the batch size, so steps of different batch sizes share kernels. The result does
-    not depend on the pool size either, so the step's workspace is known before the pool is sized.
+    not depend on the pool size either, because the memory of a step must be known before the size
+    of the pool is chosen.
 
     Args:
         num_tokens: Number of new tokens in the step.
@@ -179,7 +185,7 @@ def widening_config(
 
 
 def _key_tile(head_size, itemsize):
-    """Return the number of keys per tile: 16 KiB of keys, limited to 16 to 64 keys.
+    """Return the number of keys per tile: as many as fit in 16 KiB, but at least 16, at most 64.
 
     Larger tiles spill registers or leave too few loads in flight.
     """
@@ -189,7 +195,7 @@ def _key_tile(head_size, itemsize):
 def runs_hopper_prefill(
     *, head_size: int, block_size: int, itemsize: int, is_plain_causal: bool, device_kind: str = ""
 ) -> bool:
-    """Return whether prefill_hopper.py runs; otherwise prefill_triton.py does.
+    """Return whether prefill_hopper.py computes the attention; otherwise prefill_triton.py does.
 
     The Hopper kernel copies whole blocks, or the part of a long block that a key tile covers. A
     copy has at least 8 rows, the height of a shared-memory tile. The Triton kernel gathers single

@@ -79,11 +79,12 @@ def widen_blocks(
 
 
 def _plan_blocks(block_tables, query_start_loc, seq_lens, block_size, max_blocks):
-    """Assign wide blocks to sequences.
+    """Assign converted (wide) blocks to sequences.
 
     Returns:
-        First wide block of each sequence [B], number of sequences that fit, source block in the
-        FP8 pool of each wide block [max_blocks], and number of used wide blocks [1].
+        The first wide block of each sequence [B]; the number of sequences whose blocks all fit; the
+        FP8 pool's block from which each wide block is converted [max_blocks]; and the number of
+        used wide blocks [1].
     """
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]

@@ -25,7 +25,9 @@ from pallas_kernels.attention.tiles import first_tiles, tile_map
 from pallas_kernels.kv_cache.xla import rope_write_kv
 from pallas_kernels.types import unpack_fp8_pairs
 
-_KEYS_PER_CHUNK = 128  # keys per loop step: enough columns of scores for efficient GEMMs on a CPU
+# The loop handles `_KEYS_PER_CHUNK` keys per step. With fewer keys, the GEMMs are less efficient on
+# a CPU.
+_KEYS_PER_CHUNK = 128
 
 
 def paged_decode_attention(
@@ -106,8 +108,9 @@ def paged_prefill_attention(
 ):
     """Run the public op `paged_prefill_attention` in plain XLA.
 
-    `tile_size` is the number of query tokens per tile; None chooses the number by the lengths. With
-    a fixed number, a token's bits do not depend on the other tokens.
+    `tile_size` is the number of query tokens per tile. If it is None, the batch's mean number of
+    tokens per sequence determines it. With a fixed number, the bits of a token's result do not
+    depend on the other tokens of the batch.
     """
     if not q.size:
         return q
@@ -137,7 +140,8 @@ def paged_prefill_attention(
         )
         result = result.reshape(num_kv_heads, group, tile_size, head_size).transpose(2, 0, 1, 3)
         result = result.reshape(tile_size, num_heads, head_size).astype(q.dtype)
-        # Rows beyond the tile get an index outside the array, so that the scatter drops them.
+        # Give the rows after the tile's last token an index outside the array, so that the scatter
+        # drops them.
         target = jnp.where(offsets < num_rows, row0 + offsets, num_tokens)
         return out.at[target].set(result, mode="drop", unique_indices=False)
 
@@ -152,7 +156,7 @@ def _prefill_tile_size(num_tokens: int, num_sequences: int) -> int:
 
 
 def _window_start(position, sliding_window):
-    """The first key that a query at `position` sees."""
+    """Return the position of the first key that a query at `position` sees."""
     if sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - jnp.int32(sliding_window - 1), 0)
@@ -167,7 +171,7 @@ def _attend(
         q: Queries [B, K, R, H] in float32, multiplied by the attention scale.
         kv: One layer's pool.
         block_tables: Block ids [B, M] of each sequence.
-        first_key: First key [B] that any row of a sequence sees: the start of the loop.
+        first_key: Position [B] of the first key that any row of the sequence sees.
         row_positions: Positions [B, R] of the query rows.
         num_keys: Number of keys [B] of each sequence.
         soft_cap, sliding_window, scales: See `paged_decode_attention`.
@@ -198,9 +202,9 @@ def _attend(
 
 
 def _loop_bounds(first_key, num_keys, chunk):
-    """Return the range (start, stop) of chunks that any sequence needs.
+    """Return the range (start, stop) of key chunks that covers the needs of all sequences.
 
-    Sequences without keys are ignored.
+    Sequences without keys need no chunk.
     """
     stop = (jnp.max(num_keys) + (chunk - 1)) // chunk
     start = jnp.min(jnp.where(num_keys > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk

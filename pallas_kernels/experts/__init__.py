@@ -6,8 +6,8 @@ capacity limit, and no token is dropped.
 
 The public ops check their arguments and choose an implementation for the backend and the shapes:
 
-    route                   triton.py on a GPU for the choice of experts, else xla.py; the sort of
-                            the pairs runs in xla.py on every backend
+    route                   choice of experts: triton.py on a GPU, else xla.py; sort of the pairs:
+                            xla.py on every backend
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
     scaled_expert_*_gemm,   fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
@@ -84,7 +84,7 @@ def route(
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
         backend: The implementation to run.
-        batch_invariant: Whether a token's bits must not depend on the other tokens.
+        batch_invariant: Whether the bits of a token's weights must not depend on the other tokens.
 
     Raises:
         ValueError: A shape or `num_experts_per_token` is wrong, or only one of `first_expert` and
@@ -117,7 +117,7 @@ def route(
     if backend is Backend.XLA or not logits.size:
         choose = partial(xla.choose_experts, **options)
         weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
-    else:  # each row is computed alone
+    else:  # The kernel is always batch-invariant, because a program computes one row.
         interpret = backend is Backend.INTERPRET
         weights, experts = triton.choose_experts(logits, interpret=interpret, **options)
     num_experts = sizes["E"] if num_local_experts is None else num_local_experts
@@ -135,7 +135,7 @@ def expert_gated_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "R F"]:
-    """Return activation(gate) * up of each pair's token, for the pair's expert.
+    """Return activation(gate) * up for each pair: the pair's token through the pair's expert.
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
     dtype.
@@ -154,7 +154,8 @@ def expert_gated_gemm(
 
     Raises:
         ValueError: Shapes do not match, the activation is not supported, or `batch_invariant` is
-            set and the GPU has no kernel, which needs multiples of `BATCH_INVARIANT_UNIT`.
+            set and the GPU has no such kernel. The kernel needs a Hopper GPU, a 2-byte dtype, and
+            sizes that are multiples of `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[T, D]")
@@ -181,7 +182,7 @@ def expert_down_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return the sum of each token's experts, multiplied by the routing weights.
+    """Apply the down projections, and return the weighted sum of each token's k experts.
 
     Each product is rounded to x's dtype. The k products of a token are summed in float32, in the
     order of the choices, and the sum is rounded to x's dtype. Pairs that hit no expert add nothing,
@@ -195,8 +196,9 @@ def expert_down_gemm(
         batch_invariant: Whether a token's bits must not depend on the other tokens.
 
     Raises:
-        ValueError: Shapes do not match, or `batch_invariant` is set and the GPU has no kernel,
-            which needs multiples of `BATCH_INVARIANT_UNIT`.
+        ValueError: Shapes do not match, or `batch_invariant` is set and the GPU has no such kernel.
+            The kernel needs a Hopper GPU, a 2-byte dtype, and sizes that are multiples of
+            `BATCH_INVARIANT_UNIT`.
         TypeError: Dtypes differ or are not bfloat16, float16 or float32.
     """
     sizes = checks.check_array("x", x, "[R, F]")
@@ -212,12 +214,12 @@ def expert_down_gemm(
 def _select(
     weight, routing, backend, num_factors, *, batch_invariant
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the module whose function runs a GEMM, and the options of the function.
+    """Return the module that runs a GEMM, and the options for the module's function.
 
     Args:
         weight: Weights of all experts.
-        routing: The `Routing`.
-        backend: The backend.
+        routing: The routing of the step.
+        backend: The implementation to run.
         num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
         batch_invariant: Whether a row's bits must not depend on the other rows.
 
@@ -232,7 +234,7 @@ def _select(
     config = tuning.experts_config(gemm)
     if config is not None:
         return hopper, {"config": config}
-    if batch_invariant:  # Triton multiplies few rows and many rows by different instructions
+    if batch_invariant:  # Triton uses different instructions for few rows and for many rows.
         raise ValueError(
             f"no batch-invariant kernel multiplies {weight.dtype} by experts of {depth} x "
             f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
@@ -287,7 +289,7 @@ def check_routing(routing, **sizes):
         checks.check_array(f"routing.{name}", getattr(routing, name), "[T, k]", jnp.int32, **pairs)
     num_rows = sizes["T"] * sizes["k"]
     if sizes.get("R", num_rows) != num_rows:
-        raise ValueError(f"x has {sizes['R']} rows; it must have {num_rows}, one per pair")
+        raise ValueError(f"x has {sizes['R']} rows; it must have one row per pair, {num_rows}")
     checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
     bounds = num_experts + 1
     checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)

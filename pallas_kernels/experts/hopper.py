@@ -1,8 +1,9 @@
 """Products of token rows by the weights of their experts in Pallas Mosaic GPU, for Hopper.
 
-The rows are sorted by expert. A tile is up to `tile_rows` rows of one expert, and an item is a tile
-times a block of columns. `triton.expert_tiles` packs the tiles on the device. Each program, one
-per SM, takes every `num_programs`-th item, so experts without rows cost nothing:
+The rows are sorted by expert. A tile is up to `tile_rows` rows of one expert. `triton.expert_tiles`
+lists the tiles on the device, so experts without rows take no time. An item is the part of the
+product for one tile and one block of columns. Each program, one per SM, computes every
+`num_programs`-th item:
 
     one loader and one or two consumers, each computing 64 columns, or 64 columns of two factors:
         for item in items of the program:
@@ -13,13 +14,14 @@ The product is transposed, as in the few-rows kernel of `gemm/hopper.py`: the we
 the place of the rows of the tensor core, so a tile may have only 8 rows. The loader fetches the
 next item while the consumers store the current item.
 
-The copy engine copies the weights. In the gated GEMM, the loader's threads gather the tokens' rows
-of x with asynchronous copies of 16 bytes: the copy engine of Hopper GPUs copies ranges of rows
-only. In the down GEMM, a tile is a range of rows. Rows past the end of a tile may hold any numbers;
-they are multiplied but not stored.
+The copy engine copies the weights. In the gated GEMM, the rows of a tile are not adjacent in x, and
+the copy engine of Hopper GPUs copies only ranges of rows. The loader's threads therefore gather
+these rows with asynchronous copies of 16 bytes. In the down GEMM, a tile is a range of rows, which
+the copy engine copies. Rows past the end of a tile may hold any numbers; they are multiplied but
+not stored.
 
-Each row of the product depends on its own row of x alone, and the order of its sums depends on the
-depth alone. A row's bits are therefore the same for every number of rows and every tile size.
+Each row of the product depends only on its own row of x, and the order of its sums depends only on
+the depth. A row's bits are therefore the same for every number of rows and every tile size.
 """
 
 import functools
@@ -39,7 +41,7 @@ from pallas_kernels.experts.tuning import ExpertsConfig
 from pallas_kernels.gemm.hopper import TILE, accumulate_steps, check_whole_tiles
 
 _WARP_GROUP_SIZE = 128  # threads
-_CHUNKS_PER_ROW = 8  # chunks of 16 bytes of a stage's row
+_CHUNKS_PER_ROW = 8  # A stage has 128 bytes of each row, which are 8 chunks of 16 bytes.
 _ROWS_PER_GATHER = _WARP_GROUP_SIZE // _CHUNKS_PER_ROW
 
 
@@ -65,7 +67,7 @@ def expert_down_gemm(x, weight, routing, *, config: ExpertsConfig):
 
 
 def expert_tiles(routing, config: ExpertsConfig):
-    """Return the packed tiles of a routing; both GEMMs of a layer share them."""
+    """Return the list of tiles of a routing; both GEMMs of a layer use it."""
     return triton.expert_tiles(
         routing.offsets, num_rows=routing.order.shape[0], tile_rows=config.tile_rows
     )
@@ -91,7 +93,8 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     tile_columns = num_consumers * TILE * (1 if is_gated else num_blocks)
     check_whole_tiles((tile_rows, depth, width), (8, TILE, tile_columns), config.num_stages, True)
     num_rows = x.shape[0] if order is None else order.shape[0]
-    num_padded_rows = max(tile_rows, num_rows)  # a copy may not be larger than its source
+    # The output has at least one whole tile, because a copy must not be larger than its array.
+    num_padded_rows = max(tile_rows, num_rows)
     if order is None and num_rows < tile_rows:
         x = jnp.pad(x, ((0, tile_rows - num_rows), (0, 0)))
     x_shape = config.num_stages, tile_rows, TILE
@@ -103,8 +106,8 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
         num_threads=num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
-            # Two views of the same memory: swizzled tiles of 8 rows for the tensor core; and bytes
-            # or rows for the loader.
+            # `x_smem` has two views of the same memory. The tensor core reads swizzled tiles of 8
+            # rows. The loader writes bytes (gated) or rows.
             "x_smem": plgpu.RefUnion(
                 ops.swizzled_smem(x_shape, x.dtype),
                 plgpu.SMEM(x_shape, x.dtype) if is_gated else row_smem(x_shape, x.dtype),
@@ -112,8 +115,8 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
             "weight_smem": ops.swizzled_smem(
                 (config.num_stages, num_blocks, num_consumers, TILE, TILE), x.dtype
             ),
-            # Two views of the same memory: tiles, which the consumers write; and rows, of which any
-            # number can be copied.
+            # `out_smem` has two views of the same memory. The consumers write tiles. The copy
+            # engine reads rows, so that any number of rows can be copied.
             "out_smem": plgpu.RefUnion(
                 tile_smem((num_consumers, tile_rows, TILE), dtype),
                 row_smem((num_consumers, tile_rows, TILE), dtype),
@@ -131,14 +134,20 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
 
 
 def tile_smem(shape, dtype):
-    """Return a shared-memory type of tiles [count, rows, columns] in chunks of 128-byte rows."""
+    """Return the type of shared memory for tiles [count, rows, columns].
+
+    A tile is stored as chunks of columns, each with 128 bytes of every row.
+    """
     chunk = shape[1], 128 // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform(chunk), plgpu.SwizzleTransform(128)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def row_smem(shape, dtype):
-    """Return the type of `tile_smem` as rows of 128 bytes, [count, chunks * rows, columns]."""
+    """Return a type for the memory of `tile_smem` from which single rows can be copied.
+
+    The shape is [count, chunks * rows, columns of a chunk]; a row of this type has 128 bytes.
+    """
     count, rows, columns = shape
     chunk_columns = 128 // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((1, chunk_columns)), plgpu.SwizzleTransform(128)
@@ -166,15 +175,15 @@ def _kernel(
     num_stages, num_blocks, num_consumers = weight_smem.shape[:3]
     depth, width, tile_rows = x_ref.shape[1], out_ref.shape[1], config.tile_rows
     num_steps, num_programs = depth // TILE, config.num_programs
-    # The blocks of a gated consumer are the same columns of gate and up.
+    # The two blocks of a gated consumer are columns of gate and the same columns of up.
     block_stride = width if gated else num_consumers * TILE
     tile_columns = num_consumers * TILE * (1 if gated else num_blocks)
     num_columns = width // tile_columns
     num_items = tiles_ref[0] * num_columns
     num_rounds = lax.div(num_items + (num_programs - 1) - program, jnp.int32(num_programs))
     gathers_ahead = num_gathers_ahead(num_stages)
-    # Registers can move only between at least two consumers and the loader: with one consumer,
-    # every thread already has as many as an instruction can name.
+    # The loader gives registers to the consumers only if there are two consumers. With one
+    # consumer, each thread already has the maximum of 255 registers.
     moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
 
     def item_fields(round_index):
@@ -257,12 +266,14 @@ def _kernel(
             accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
             add_own = functools.partial(add_all, round_index)
             results = pl.run_scoped(add_own, *[accumulator] * num_blocks)
-            if gated:  # silu(gate) * up, for a finite gate
+            if gated:
+                # The next line computes silu(gate) * up. The gate must be finite.
                 gate, up = results
                 results = [gate * (up / (1 + jnp.exp(-gate)))]
             for block, result in enumerate(results):
                 result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 tile_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 first = column + block * block_stride + warp_group * TILE
@@ -273,9 +284,9 @@ def _kernel(
 
 
 def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
-    """Start to copy a step's columns of the tokens of a tile to shared memory.
+    """Start to copy the rows of a tile to shared memory, for the columns of one step.
 
-    A step has 128 bytes of a row. Each thread copies 16 bytes of every 16th row, swizzled as
+    Each thread copies 16 bytes of every 16th row. The rows are stored with the swizzle of
     `hopper_ops.SWIZZLE_TRANSFORMS`.
 
     Args:
@@ -283,7 +294,7 @@ def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choice
         x_ref: Rows of the tokens.
         x_smem: Shared memory of all stages, [stages, rows, columns of a step].
         row, count: First sorted row and number of rows of the tile.
-        step, stage: Step of the depth, and its stage.
+        step, stage: Index of the step along the depth, and index of its pipeline stage.
         num_choices: Number of pairs per token.
     """
     tile_rows = x_smem.shape[1]
@@ -325,14 +336,15 @@ def num_gathers_ahead(num_stages):
 
 
 def wait_for_gathers(num_pending):
-    """Wait until all but the last `num_pending` gathers of each thread have arrived.
+    """Wait until all gathers of this thread except the last `num_pending` are complete.
 
-    Each thread waits for its own copies only. Every thread then arrives on the stage's barrier.
+    A thread waits only for its own copies, so all threads must then arrive at the stage's barrier.
     """
 
     def body():
         ops.ptx(f"cp.async.wait_group {num_pending};")
-        ops.ptx("fence.proxy.async.shared::cta;")  # the tensor core reads the rows
+        # The fence makes the rows visible to the tensor cores.
+        ops.ptx("fence.proxy.async.shared::cta;")
 
     ops.run_inline(body, arg_types=())
 
@@ -340,10 +352,11 @@ def wait_for_gathers(num_pending):
 def store_rows(row_out, out_ref, row, count, column):
     """Copy the first `count` rows of a tile to `out_ref`, at the given row and column.
 
-    The size of a copy is static, so the rows are copied in parts of powers of 2.
+    The size of a copy must be known at compile time. The rows are therefore copied in parts whose
+    sizes are the powers of 2 that add up to `count`.
 
     Args:
-        row_out: The tile in shared memory, with the type of `row_smem`.
+        row_out: The tile in shared memory, with the type that `row_smem` returns.
         out_ref: The output.
         row, count, column: First row, number of rows and first column of the tile in the output.
     """

@@ -1,10 +1,12 @@
-"""Kernels around the expert GEMMs, and a portable expert GEMM, in Pallas Triton.
+"""Kernels before and after the expert GEMMs, and an expert GEMM for any GPU, in Pallas Triton.
+
+Each kernel has a grid of programs, and computes a result:
 
 choose_experts  grid (token,)                     weights and indices of the chosen experts
-expert_tiles    grid (block of tiles,)            tiles of rows of one expert, packed
-gather_rows     grid (row,)                       rows of x in the order of the experts
+expert_tiles    grid (block of tiles,)            list of tiles; the rows of a tile have one expert
+gather_rows     grid (row,)                       rows of x, sorted by expert
 combine_rows    grid (token, block of columns)    weighted sum of the rows of each token
-grouped_gemm    grid (tile, block of columns)     product of each tile by its expert's weight
+grouped_gemm    grid (tile, block of columns)     product of each tile and its expert's weight
 """
 
 import functools
@@ -15,12 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-HEADER_SIZE = 4  # int32 words before the first tile; the first is the number of tiles
-TILE_FIELDS = 4  # int32 words per tile: expert, first row, number of rows, 0
+# The list of tiles starts with `HEADER_SIZE` int32 words; the first word is the number of tiles.
+HEADER_SIZE = 4
+# Then each tile has `TILE_FIELDS` int32 words: expert, first row, number of rows, an unused word.
+TILE_FIELDS = 4
 _TILES_PER_PROGRAM = 16
-_ELEMENTS_PER_WARP = 32 * 8  # 16 bytes per thread for 2-byte dtypes
-_MAX_COLUMNS = 2048  # columns per step of a gather
-_MIN_KEY, _MAX_KEY = -(1 << 31), (1 << 31) - 1  # of int32
+_ELEMENTS_PER_WARP = 32 * 8  # A thread handles 8 elements, which are 16 bytes for 2-byte dtypes.
+_MAX_COLUMNS = 2048  # A step of a gather copies at most `_MAX_COLUMNS` columns.
+_MIN_KEY, _MAX_KEY = -(1 << 31), (1 << 31) - 1  # These are the bounds of int32.
 _GEMM_COLUMNS = 64
 _GEMM_DEPTH = 32
 
@@ -30,7 +34,7 @@ _GEMM_DEPTH = 32
     static_argnames=("num_choices", "softmax_first", "normalize", "scale", "interpret"),
 )
 def choose_experts(logits, *, num_choices, softmax_first, normalize, scale, interpret: bool):
-    """Run `xla.choose_experts` in Pallas Triton. Each row is computed alone."""
+    """Compute the results of `xla.choose_experts` in Pallas Triton, one program per row."""
     shape = logits.shape[0], num_choices
     kernel = functools.partial(
         _choose_kernel, softmax_first=softmax_first, normalize=normalize, scale=scale
@@ -96,7 +100,7 @@ def _softmax(values, mask):
 
 
 def _ordered_keys(values):
-    """Return int32 keys in the order of the values. NaN has the largest key; -0 equals 0."""
+    """Return int32 keys that order like the float32 values; -0.0 equals 0.0, NaN is the highest."""
     bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ _MAX_KEY, bits)
     return jnp.where(values == values, keys, _MAX_KEY)
@@ -124,7 +128,7 @@ def expert_down_gemm(x, weight, routing, *, tile_rows: int, interpret: bool):
 
 
 def choices(routing):
-    """Return the fields of a `Routing` that `combine_rows` reads."""
+    """Return the fields of a `Routing` that are arguments of `combine_rows`."""
     return routing.weights, routing.experts, routing.positions, routing.offsets
 
 
@@ -167,7 +171,7 @@ def _tiles_kernel(offsets_ref, tiles_ref, *, tile_rows):
     first = plgpu.load(offsets_ref.at[experts], mask=is_expert, other=0)
     end = plgpu.load(offsets_ref.at[experts + 1], mask=is_expert, other=0)
     num_tiles = lax.div(end - first + (tile_rows - 1), jnp.int32(tile_rows))
-    # Number of tiles of the experts up to each expert.
+    # Entry e of `ends` is the number of tiles of the experts 0 to e.
     ends = jnp.cumsum(num_tiles)
     total = jnp.sum(num_tiles)
     index = jnp.arange(_TILES_PER_PROGRAM, dtype=jnp.int32)
@@ -182,12 +186,12 @@ def _tiles_kernel(offsets_ref, tiles_ref, *, tile_rows):
     count = jnp.minimum(expert_end - row, tile_rows)
     for field, value in enumerate((expert, row, count)):
         plgpu.store(tiles_ref.at[HEADER_SIZE + index * TILE_FIELDS + field], value, mask=is_tile)
-    tiles_ref[0] = total  # the same in every program
+    tiles_ref[0] = total  # Every program stores the same number.
 
 
 @functools.partial(jax.jit, static_argnames=("rows_per_token", "interpret"))
 def gather_rows(x, order, *, rows_per_token: int, interpret: bool = False):
-    """Return x[order // rows_per_token]: one row per pair of token and choice, [R, D]."""
+    """Return x[order // rows_per_token], [R, D]: the token's row for each pair (token, choice)."""
     num_rows, size = order.shape[0], x.shape[1]
     columns = min(_MAX_COLUMNS, pl.next_power_of_2(size))
     warps = max(1, min(8, columns // _ELEMENTS_PER_WARP))
@@ -218,8 +222,8 @@ def combine_rows(rows, weights, experts, positions, offsets, *, dtype, interpret
 
     Args:
         rows: Rows [R, D], sorted by expert.
-        weights, experts, positions: Weight, expert and row of each choice, [T, k]. A choice of
-            expert E hits no expert and adds nothing.
+        weights, experts, positions: Weight, expert and row of each choice, [T, k]. A choice whose
+            expert is E (the number of experts) adds nothing.
         offsets: First row of each expert, [E + 1].
         dtype: Dtype of the result [T, D]; the sums are float32.
         interpret: Whether to run the kernel in interpret mode.
@@ -256,15 +260,16 @@ def _combine_kernel(
 
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "tile_rows", "interpret"))
 def grouped_gemm(x, weight, tiles, *, gated: bool, dtype, tile_rows: int, interpret: bool = False):
-    """Return the product of sorted rows by the weights of their experts, [R, F].
+    """Return the products of sorted rows and the weights of their experts, [R, F].
 
     Args:
         x: Rows [R, D], sorted by expert.
         weight: Weights [E, D, F], or [E, D, 2F] if gated.
         tiles: Result of `expert_tiles`.
-        gated: Whether to return silu(gate) * up, where gate are the first F columns.
+        gated: Whether to return silu(gate) * up. The first F columns of the product are the gate,
+            and the others are up.
         dtype: Dtype of the result. Rows that are in no tile are undefined.
-        tile_rows: Rows per tile: at least 16, a power of two.
+        tile_rows: Maximum number of rows per tile: a power of two, at least 16.
         interpret: Whether to run the kernel in interpret mode.
     """
     num_tiles = max_tiles(x.shape[0], weight.shape[0], tile_rows)

@@ -1,25 +1,25 @@
-"""Launch parameters of the expert GEMMs, from shapes, dtypes and the device."""
+"""Launch parameters of the expert GEMMs, which depend on shapes, dtypes and the device."""
 
 import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-_TILE = 64  # columns per consumer and block
-_STAGE_BYTES = 128  # bytes of the depth of a stage, for each row and column
+_TILE = 64  # number of columns of a block
+_STAGE_BYTES = 128  # bytes of each row and column in a pipeline stage
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
 # With more rows, the sums, the products and the scales of a group do not fit in registers.
 _MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
-# Bytes of a program's stages. Twice as many made the gated kernel with few rows 0 to 3 % slower on
-# an H100.
+# The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
+# made the gated kernel with few rows 0 to 3 % slower.
 _PREFETCHED_BYTES = 104 * 1024
-_MIN_STAGES = 4  # if they fit
+_MIN_STAGES = 4  # A program has at least `_MIN_STAGES` stages if they fit in shared memory.
 
 
 class ExpertsProblem(NamedTuple):
-    """The shapes and the device of the GEMM of sorted rows by the weights of their experts.
+    """Shapes and device of a GEMM that multiplies sorted rows by the weights of their experts.
 
     Attributes:
         num_tokens: Number of tokens.
@@ -46,18 +46,19 @@ class ExpertsProblem(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of pairs of token and expert."""
+        """Number of pairs (token, choice), which are the rows of the GEMM."""
         return self.num_tokens * self.num_choices
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """Launch parameters of the kernel of hopper.py.
+    """Launch parameters of the GEMM kernel in hopper.py.
 
     Attributes:
         tile_rows: Maximum number of rows per tile: a multiple of 8, at most 128.
-        num_consumers: Number of consumer warpgroups per program, each for 64 columns of a block.
-        num_blocks: Number of blocks of columns: 2 in a gated GEMM (gate and up), else 1 or 2.
+        num_consumers: Number of consumer warpgroups per program.
+        num_blocks: Number of blocks of 64 columns that a consumer computes: 2 in a gated GEMM (gate
+            and up), else 1 or 2.
         num_stages: Number of pipeline stages, at least 2.
         num_programs: Number of programs, one per SM.
     """
@@ -70,9 +71,10 @@ class ExpertsConfig:
 
 
 def tile_rows(num_rows: int, num_experts: int, max_rows: int = _MAX_TILE_ROWS) -> int:
-    """Return the rows per tile: a power of two, at least 1.5 times the mean rows of an expert.
+    """Return the maximum number of rows per tile: a power of two from 8 to `max_rows`.
 
-    Most experts then have one tile, so most weights are read once.
+    Unless it is 128, it is at least 1.5 times the mean number of rows of an expert. Most experts
+    then have a single tile, so most weights are read once.
     """
     rows = _MIN_TILE_ROWS
     while rows < max_rows and 2 * rows * num_experts < 3 * num_rows:
@@ -81,7 +83,7 @@ def tile_rows(num_rows: int, num_experts: int, max_rows: int = _MAX_TILE_ROWS) -
 
 
 def triton_tile_rows(gemm: ExpertsProblem) -> int:
-    """Return the rows per tile of triton.py; its matrix products need at least 16."""
+    """Return the maximum number of rows per tile of triton.py, whose GEMM needs at least 16."""
     return min(64, max(16, tile_rows(gemm.num_rows, gemm.num_experts)))
 
 
@@ -101,14 +103,14 @@ def fp8_experts_config(gemm: ExpertsProblem, *, grouped: bool) -> ExpertsConfig 
 def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
     """Return the launch parameters of a Hopper kernel, or None if it cannot run.
 
-    With few rows per expert, the number of weight bytes in flight decides the speed. With many
-    rows, two consumers with two blocks each read every tile from shared memory most often. Whether
-    the kernel can run does not depend on the number of rows, as far as x has less than 2 GiB.
+    With few rows per expert, the speed depends on the number of weight bytes in flight. With many
+    rows, two consumers with two blocks each reuse the tiles in shared memory most often. Whether
+    the kernel can run does not depend on the number of rows, unless x has 2 GiB or more.
     """
     if not (is_hopper(gemm.device_kind) and gemm.num_cores and gemm.num_rows):
         return None
-    # The gated kernel computes addresses in x in 32 bits. The down kernel lets the copy engine
-    # compute them.
+    # The gated kernel computes addresses in x as 32-bit numbers. In the down kernel, the copy
+    # engine computes the addresses.
     fits = gemm.num_factors == 1 or gemm.num_tokens * gemm.depth * gemm.itemsize < 1 << 31
     if gemm.depth * gemm.itemsize % _STAGE_BYTES or gemm.width % _TILE or not fits:
         return None
@@ -127,7 +129,11 @@ def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
 
 
 def num_stages(gemm: ExpertsProblem, rows: int, num_consumers: int, num_blocks: int) -> int:
-    """Return the number of pipeline stages: enough for `_PREFETCHED_BYTES`, if they fit."""
+    """Return the number of pipeline stages.
+
+    `_PREFETCHED_BYTES` limits the number, but it is at least `_MIN_STAGES` if these fit in shared
+    memory.
+    """
     out_bytes = num_consumers * rows * _TILE * gemm.out_itemsize
     stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _STAGE_BYTES
     fitting = (MAX_SHARED_BYTES - out_bytes - _BARRIER_BYTES) // stage_bytes

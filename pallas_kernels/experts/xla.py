@@ -130,8 +130,8 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
 def expert_weight(weight, expert):
     """Return the weight of one expert.
 
-    On a CPU, XLA computes bfloat16 and FP8 products in float32. Without the barrier, it moves the
-    conversion of all experts in front of the loop over tiles.
+    On a CPU, XLA converts bfloat16 and FP8 weights to float32. Without the barrier, XLA would
+    convert the weights of all experts before the loop over tiles.
     """
     weight, expert = lax.optimization_barrier((weight, expert))
     return weight[expert]
@@ -167,11 +167,15 @@ def map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
 
 
 def _num_tile_rows(num_rows, num_experts):
-    """Return the power of two above the mean number of rows per expert, within the bounds."""
+    """Return the number of rows per tile, for `num_rows` rows that hit `num_experts` experts.
+
+    The number is the next power of two above the mean number of rows per expert, from
+    `MIN_TILE_ROWS` to `MAX_TILE_ROWS`.
+    """
     mean = max(num_rows // num_experts, 1)
     return min(max(1 << mean.bit_length(), MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
 def take_rows(array, rows):
-    """Return rows of an array; an index past the end returns the last row."""
+    """Return the given rows of an array; an index past the end gives the last row."""
     return jnp.take(array, rows, axis=0, mode="clip")

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
-MAX_FEW_ROWS = 256  # with more rows, `batch_invariant_gemm` runs the many-rows kernel
+MAX_FEW_ROWS = 256  # With more rows, `batch_invariant_gemm` runs the many-rows kernel.
 BATCH_INVARIANT_UNIT = 64
 """The sizes of weights of batch-invariant ops must be multiples of this number on a GPU."""
 
@@ -86,9 +86,9 @@ def batch_invariant_gemm(
 ) -> Float[Array, "T D"]:
     """Return x @ weight so that a row's bits do not depend on the other rows or their number.
 
-    On a GPU, one float32 accumulator adds the products of the whole depth in order, for any number
-    of rows. The hardware adds in the same order if the weight is the first factor and if it is the
-    second.
+    On a GPU, one float32 accumulator adds the products over the whole depth C in order, for any
+    number of rows. Some kernels compute x @ weight and others (weight.T @ x.T).T; the hardware adds
+    in the same order for both.
 
     Args:
         x: Rows.
@@ -150,7 +150,7 @@ def batch_invariant_gated_gemm(
 
 
 def _pad_rows(x, weight, backend):
-    """Return x with whole tiles of rows for the Hopper kernels, and the GEMM's description."""
+    """Pad x with rows to whole tiles of the Hopper kernels; return it and the `GemmProblem`."""
     unit = next((size for most, size in ((64, 8), (128, 64)) if x.shape[0] <= most), 128)
     missing = -x.shape[0] % unit
     rows = jnp.pad(x, ((0, missing), (0, 0))) if missing else x
@@ -215,13 +215,13 @@ def quantize_rows(
 
     Args:
         x: Rows to quantize.
-        static_scales: Calibrated scales. All rows are divided by the largest of them, and
-            quotients above `FP8_MAX` are clipped. If None, the scales come from the rows.
+        static_scales: Calibrated scales. All rows are divided by the largest of these scales, and
+            quotients above `FP8_MAX` are clipped. If None, the scales are computed from the rows.
         grouped: Whether each group of `FP8_GROUP_SIZE` numbers of a row has a scale; the last group
             may be smaller. Otherwise each row has one scale.
-        reduce_max: Used if tensor-parallel devices each hold a shard of every row. The function
-            maps the largest absolute values [T, groups] of the shard to the maxima of the whole
-            rows. Plain XLA then quantizes on every backend.
+        reduce_max: Pass this function if tensor-parallel devices each hold a shard of every row. It
+            takes the largest absolute values [T, groups] of this device's shard, and returns the
+            largest of all shards. Plain XLA then quantizes on every backend.
         backend: The implementation to run.
 
     Returns:
@@ -269,10 +269,10 @@ def scaled_gemm(
         x, weight: Matrices in FP8 (e4m3). The weight is stored transposed, as in checkpoints, which
             is also the layout that tensor cores need for FP8.
         x_scale, weight_scale: Scales of the rows of x and of the rows of the weight.
-        dtype: Dtype of the result. If XLA multiplies many rows on a GPU and `dtype` is bfloat16,
-            the product is also rounded to bfloat16 before the scales are applied.
-        backend: The implementation to run. GPUs without FP8 support convert both matrices to
-            bfloat16 first.
+        dtype: Dtype of the result. If XLA multiplies more than 256 rows on a GPU and `dtype` is
+            bfloat16, the product is also rounded to bfloat16 before the scales are applied.
+        backend: The implementation to run. On a GPU without FP8 support, the op first converts both
+            matrices to bfloat16.
 
     Raises:
         ValueError: Shapes do not match.
@@ -295,7 +295,7 @@ def scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """Return silu(gate) * up, where gate and up are halves of the product of `scaled_gemm`.
+    """Return silu(gate) * up, where gate and up are the two halves of `scaled_gemm`'s product.
 
     The first D / 2 rows of the weight are the gate projection, the others the up projection. The
     activation computes in float32. See `scaled_gemm` for the arguments and errors; D is even.
@@ -332,9 +332,9 @@ def block_scaled_gemm(
     Args:
         x, weight: Matrices in FP8 (e4m3). The weight is stored transposed.
         x_scale, weight_scale: Scales of the groups of x and of the blocks of the weight. The last
-            group of a row and the last blocks of a part may be smaller.
-        rows_per_part: Number of rows of each weight that was concatenated to form `weight`. The
-            first block of each part begins at the first row of the part.
+            group of a row, and the last blocks of each part of the weight, may be smaller.
+        rows_per_part: `weight` is a concatenation of weights (parts); this argument holds the
+            number of rows of each part. Blocks start anew at the first row of each part.
         dtype: Dtype of the result.
         backend: The implementation to run.
 
@@ -360,7 +360,7 @@ def block_scaled_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T F"]:
-    """Return silu(gate) * up, where gate and up are halves of the product of `block_scaled_gemm`.
+    """Return silu(gate) * up, where gate and up are the halves of `block_scaled_gemm`'s product.
 
     The first D / 2 rows of the weight are the gate projection, the others the up projection. The
     activation computes in float32. See `block_scaled_gemm` for the arguments and errors; D is even.
@@ -378,8 +378,12 @@ def block_scaled_gated_gemm(
 
 
 def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, parts=()):
-    """Run the FP8 Hopper kernel; return None if it does not support the GEMM or XLA is faster."""
-    # The kernel requires that all outputs of a tile lie in one block of weight scales.
+    """Run the FP8 Hopper kernel; return None if it does not support the GEMM or XLA is faster.
+
+    `parts` are the `rows_per_part` of a block-scaled weight.
+    """
+    # In the kernel, all outputs of a tile share a block of weight scales. So every block must have
+    # `FP8_GROUP_SIZE` rows.
     is_whole = all(part % FP8_GROUP_SIZE == 0 for part in parts)
     if not is_whole or jnp.dtype(dtype).itemsize != 2:
         return None

@@ -24,13 +24,13 @@ traffic.
 def to_fp8(x, scale):
     """Run the public op `to_fp8` in plain XLA."""
     scaled = x.astype(jnp.float32) / scale
-    # Clip by comparisons, which keep NaN. `minimum` and `maximum` treat NaN as the backend does.
+    # Clip by comparisons, which keep NaN. `minimum` and `maximum` may drop NaN on some backends.
     scaled = jnp.where(scaled > jnp.float32(FP8_MAX), jnp.float32(FP8_MAX), scaled)
     return jnp.where(scaled < jnp.float32(-FP8_MAX), jnp.float32(-FP8_MAX), scaled).astype(FP8)
 
 
 def group_columns(x):
-    """Reshape rows [T, C] to groups [T, groups, FP8_GROUP_SIZE], padded with zeros at the end."""
+    """Reshape rows [T, C] to [T, groups, FP8_GROUP_SIZE], with zeros after the last column."""
     rows, depth = x.shape
     count = -(-depth // FP8_GROUP_SIZE)
     padded = jnp.pad(x, ((0, 0), (0, count * FP8_GROUP_SIZE - depth)))
@@ -53,9 +53,10 @@ def quantize_rows(x, static_scales=None, *, grouped, reduce_max=None):
 def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
     """Run the public op `scaled_gemm` in plain XLA; return the product, not partials.
 
-    On a GPU with FP8 support, XLA calls cuBLASLt, whose scales are single numbers. The row and
-    column scales are therefore applied to the product. The rows are padded to cuBLASLt's alignment.
-    If the depth or width is not aligned, both matrices are converted to a wider dtype instead.
+    On a GPU with FP8 support, XLA calls cuBLASLt, which supports only one scale per matrix. The row
+    and column scales are therefore applied to the product. The number of rows is padded to a
+    multiple of 16, as cuBLASLt needs. If the depth or the width is not a multiple of 16, both
+    matrices are converted to a wider dtype instead.
     """
     rows, sides, out = x.shape[0], (x.shape[1], weight.shape[0]), jnp.float32
     if not has_fp8(backend) or any(side % _CUBLASLT_ALIGNMENT for side in sides):
@@ -70,8 +71,8 @@ def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
 def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part, *, dtype, backend):
     """Run the public op `block_scaled_gemm` in plain XLA; return the product, not partials.
 
-    Both matrices are converted to a wider dtype and scaled before the product. On a GPU that dtype
-    is bfloat16, so the scaled matrices are rounded.
+    Both matrices are converted to a wider dtype and scaled before the product. On a GPU the wider
+    dtype is bfloat16, so scaling rounds the matrices.
     """
     depth, row_scales, first = x.shape[1], [], 0
     for rows in rows_per_part:
@@ -89,5 +90,5 @@ def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part, *, dtype,
 
 
 def _wide_dtype(backend):
-    """Return the wider dtype for FP8 matrices that the device does not multiply directly."""
+    """Return the dtype to which FP8 matrices are converted if they cannot be multiplied as FP8."""
     return jnp.float32 if backend is Backend.XLA else jnp.bfloat16

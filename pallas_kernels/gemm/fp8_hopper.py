@@ -56,10 +56,13 @@ from pallas_kernels.gemm.tuning import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-GROUP_DEPTH = FP8_GROUP_SIZE  # columns per scale: 128 bytes, the widest swizzle
-CONSUMER_OUTPUTS = 64  # outputs per consumer of the few-rows kernel
-TILE_COLUMNS = 128  # columns of a many-rows tile per factor; also the columns of a scale block
-STORE_COLUMNS = 64  # columns per store of the many-rows kernel
+# `GROUP_DEPTH` columns of x share a scale. They have 128 bytes, the widest swizzle.
+GROUP_DEPTH = FP8_GROUP_SIZE
+# A consumer warpgroup of the few-rows kernel computes `CONSUMER_OUTPUTS` outputs.
+CONSUMER_OUTPUTS = 64
+# A many-rows tile has `TILE_COLUMNS` columns per factor, and a scale block covers as many outputs.
+TILE_COLUMNS = 128
+STORE_COLUMNS = 64  # The many-rows kernel stores `STORE_COLUMNS` columns at a time.
 
 
 def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: FewRowsConfig):
@@ -68,22 +71,23 @@ def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Few
     Args:
         x: FP8 rows [T, C].
         weight: FP8 weight [D, C]. If gated, the outputs of gate come before the outputs of up.
-        x_scale, weight_scale: Scales [T] of rows and [D] of outputs, or scales [T, groups] and
-            [blocks, groups] of groups and blocks of 128.
-        gated: Whether to return silu(gate) * up, as one partial of half the width.
+        x_scale, weight_scale: Either scales [T] of the rows and [D] of the outputs; or scales
+            [T, groups] of groups of 128 columns, and [blocks, groups] of blocks of 128 x 128.
+        gated: Whether to return silu(gate) * up, as one partial with D / 2 columns.
         dtype: Dtype of a single partial; several partials are float32.
         config: Launch parameters.
     """
     is_grouped = x_scale.ndim == 2
-    scale = x_scale.T if is_grouped else x_scale  # makes the scales of a tile's rows contiguous
+    # The transpose makes the scales of the rows of a tile contiguous.
+    scale = x_scale.T if is_grouped else x_scale
     return _few_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
 def many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: ManyFP8RowsConfig):
     """Return the scaled FP8 product of many rows by a weight.
 
-    The number of rows is a multiple of 128, and the result is not split. See `few_rows_gemm` for
-    the arguments.
+    The number of rows must be a multiple of 128. The result is one array, not split-K partials. See
+    `few_rows_gemm` for the arguments.
     """
     is_grouped = x_scale.ndim == 2
     scale = x_scale.T if is_grouped else x_scale
@@ -129,7 +133,7 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
     num_padding_scales = -weight_scale.shape[1] % SCALE_COPY_ALIGNMENT if is_grouped else 0
-    # Padding aligns the first scale of each row, and lets the last copy stay inside the array.
+    # The padding aligns the first scale of each row, and keeps the last copy inside the array.
     if num_padding_scales:
         weight_scale = jnp.pad(weight_scale, ((0, 0), (0, num_padding_scales)))
     return call(x, weight, x_scale, weight_scale.reshape(-1))
@@ -158,9 +162,10 @@ def _few_rows_kernel(
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // GROUP_DEPTH
     first_step, is_grouped = split * num_steps, scaled is not None
-    # The copy of block scales begins this many groups early, so that its start is aligned.
+    # The copy of block scales begins `num_leading_scales` groups early, so that the copy's start is
+    # aligned.
     num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
-    # Two consumers with large accumulators need some of the loader's registers.
+    # Two consumers with large accumulators need more registers: the loader gives up some.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
 
     def stage_index(step):
@@ -224,7 +229,7 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Yield the scales of each group of the step: row scales times each factor's scale."""
+            """Yield, for each group of a step, a list of (row scales * weight scale) per factor."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
                 row_scales = load_scales(x_scale_smem.at[stage, i], 1)
@@ -235,7 +240,7 @@ def _few_rows_kernel(
         if is_grouped:
             block = lax.div(firsts[0], FP8_GROUP_SIZE) - lax.div(first_output(0), FP8_GROUP_SIZE)
             plgpu.barrier_wait(scaled)
-        else:  # load scales before accumulating, to hide the latency of global memory
+        else:  # Load the scales before the GEMM starts, to hide the latency of global memory.
             row_scales = load_scales(x_scale_ref.at[rows], 1)
             output_scales = [load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
         args = num_steps, num_groups, stage_index, operands, full, empty, shape
@@ -423,19 +428,19 @@ def _many_rows_kernel(
 
 
 def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
-    """Accumulate the products of all groups in float32, outside the tensor core.
+    """Add the products of all groups in float32, outside the tensor core.
 
-    If the accumulators of a stage fit in registers, all products of the stage start, and then the
-    kernel waits for them. Otherwise the kernel waits for each product before it starts the next.
+    If the accumulators of a stage fit in registers, the kernel starts all products of the stage
+    before it waits for them. Otherwise the kernel waits for each product before the next.
 
     Args:
         num_steps, stage_index, full, empty: See `accumulate_steps`.
         num_groups: Number of groups per stage.
-        operands: Function from a stage and a group to the pair of tiles to multiply for each
-            factor.
+        operands: Function that takes a stage and a group, and returns for each factor the pair of
+            tiles to multiply.
         shape: Shape of the sums of one factor.
-        scales: Function from a step and its filled stage to an iterable that holds, for each group,
-            the scales of each factor. None if groups have no scales.
+        scales: Function that takes a step and the step's stage, and returns for each group the
+            scales of each factor. None if groups have no scales.
 
     Returns:
         The sums of each factor.
@@ -446,7 +451,8 @@ def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empt
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        return [own_sums[...] for own_sums in sums]  # the read waits for the products
+        # Reading the accumulators waits until the tensor core is done.
+        return [own_sums[...] for own_sums in sums]
 
     def scaled(part, scale):
         return part if scale is None else part * lax.broadcast_in_dim(scale, shape, (1,))
@@ -472,22 +478,22 @@ def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empt
 
 
 def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, load, scales):
-    """Accumulate the products of all stages, each multiplied by the stage's scales.
+    """Add the products of all stages, each multiplied by the stage's scales.
 
-    The accumulators are stored divided by the scale of the latest stage. Before the tensor core
-    adds the products of a stage, the accumulators are rescaled to that stage's scale. Rescaling
-    costs one multiplication per sum and stage. Scaling the products instead would cost three
-    operations.
+    The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
+    adds the products of the next stage, each accumulator is multiplied by (previous scale / next
+    scale). That is one operation per sum and stage. To scale the products instead would take three.
 
-    The accumulators' scale is at least 2 ** -60 times the largest scale so far, so the accumulators
-    cannot overflow. If the scale of a stage is below this bound, its products are smaller than the
-    rounding error of the sums, and are added without rescaling.
+    The divisor is at least 2 ** -60 times the largest scale so far, so the accumulators cannot
+    overflow. If the scale of a stage is below this bound, the products of that stage are smaller
+    than the rounding error of the sums, and are added without rescaling.
 
     Args:
         num_steps, stage_index, operands, full, empty: See `accumulate_steps`.
         shape: Shape of the sums of one factor.
         load: Function that loads the block scales of a step. The loop calls it one step ahead.
-        scales: Function from loaded block scales and a stage to each factor's scales per row.
+        scales: Function that takes the result of `load` and a stage, and returns for each factor
+            the scales of the rows.
 
     Returns:
         The scaled sums of each factor.
@@ -535,11 +541,11 @@ def continue_accumulation(multiply, sums):
         sums: Initial values.
     """
     results: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
-    return list(results)  # `run_state` is annotated to return references, but returns arrays
+    return list(results)  # `run_state` is annotated to return references, but it returns arrays.
 
 
 def load_scales(ref, axis):
-    """Load scales in the layout in which they broadcast along axis `axis` of the sums."""
+    """Load scales in a layout that can be broadcast along axis `axis` of the sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
@@ -551,7 +557,7 @@ def apply_scales(sums, first, second):
 
 
 def apply_activation(sums):
-    """Return silu(gate) * up for the sums of gate and up, or the sums of a single factor.
+    """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
 
     The formula requires that gate is finite.
     """

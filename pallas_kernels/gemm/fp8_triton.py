@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, FP8_MAX, FP8_MIN_ABSMAX
 
-_ELEMENTS_PER_WARP = 32 * 8  # 16 bytes per thread for 2-byte dtypes
+_ELEMENTS_PER_WARP = 32 * 8  # Each thread loads 16 bytes if the dtype has 2 bytes.
 
 
 def quantize_rows(x, static_scales, *, grouped: bool, interpret: bool):
@@ -51,14 +51,14 @@ def quantized_shapes(shape, *, grouped):
 
 
 def static_scale_arguments(static_scales):
-    """Return the kernel arguments for `static_scales`: none if it is None."""
+    """Return the list of kernel arguments for `static_scales`: empty if it is None."""
     return () if static_scales is None else (static_scales,)
 
 
 def to_row_scales(stored):
-    """Convert scales as the kernel stores them to [T, groups], as the public ops return them.
+    """Convert stored scales, [T] or [groups, T], to the shape [T, groups] of the public ops.
 
-    If a GEMM transposes the scales again, XLA cancels both transpositions.
+    If a GEMM transposes the scales back, XLA removes both transpositions.
     """
     return stored[:, None] if stored.ndim == 1 else stored.T
 
@@ -83,8 +83,8 @@ def quantize_and_store(values, values_ref, scale_ref, static_scales, *, grouped)
         values: Tiles of the row in float32, all of the same size, a multiple of 128. Numbers past
             the end of the row are zeros.
         values_ref, scale_ref: Outputs with the shapes of `quantized_shapes`.
-        static_scales: A list with the reference of the static scales, whose largest number is the
-            scale of all rows; empty to compute the scales from the row.
+        static_scales: A list with one reference: the static scales, of which the largest is the
+            scale of all rows. If the list is empty, the scales are computed from the row.
         grouped: Whether each group of 128 numbers has a scale; otherwise the row has one.
     """
     size, row = values_ref.shape[1], pl.program_id(0)

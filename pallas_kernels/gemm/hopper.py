@@ -39,15 +39,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 
-# Depth of a stage, columns per store, and columns per consumer of the few-rows kernel. 64 2-byte
-# numbers fill the widest swizzle, 128 bytes.
+# `TILE` is the depth of a pipeline stage, the number of columns per store, and the number of
+# columns per consumer of the few-rows kernel. 64 numbers of 2 bytes fill the widest swizzle, 128
+# bytes.
 TILE = 64
-# Constants of the many-rows kernel.
+# Constants of the many-rows kernel. A tile has `TILE_COLUMNS` columns per factor.
 CONSUMER_ROWS = 64  # rows per consumer
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
-TILE_COLUMNS = 128  # columns per tile and factor
-SNAKE_TILE_WIDTH = 8  # rows of tiles that programs traverse column by column
+TILE_COLUMNS = 128
+# A band has `SNAKE_TILE_WIDTH` rows of tiles. Programs traverse a band column by column.
+SNAKE_TILE_WIDTH = 8
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):
@@ -62,7 +64,7 @@ def transposed_gemm(x, weight, *, dtype, config: FewRowsConfig):
 
 
 def many_rows_gemm(x, weight, *, config: ManyRowsConfig):
-    """Return x @ weight for many rows, a multiple of 128."""
+    """Return x @ weight for many rows; the number of rows must be a multiple of 128."""
     return _many_rows_gemm(x, weight, gated=False, config=config)
 
 
@@ -72,7 +74,7 @@ def few_rows_gated_gemm(x, weight, *, config: FewRowsConfig):
 
 
 def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
-    """Run the public op `gated_gemm` in Mosaic GPU for many rows, a multiple of 128."""
+    """Run the public op `gated_gemm` in Mosaic GPU, for a multiple of 128 rows."""
     return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)
 
 
@@ -164,7 +166,7 @@ def _few_rows_kernel(
         add_all = functools.partial(accumulate_steps, num_steps, stage_index, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
-        if up:  # silu(gate) * up, for a finite gate
+        if up:  # The next line computes silu(gate) * up. The gate must be finite.
             result *= up[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
@@ -213,7 +215,8 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
     num_stages, tile_rows, _ = x_smem.shape
-    # The two factors of a tile are the same columns of gate and up, or neighbouring columns.
+    # A tile has two factors. If gated, they are the same columns of gate and of up; otherwise they
+    # are neighbouring columns of the weight.
     tile_columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
     factor_distance = width if gated else TILE_COLUMNS
     num_steps, grid = depth // TILE, (num_rows // tile_rows, width // tile_columns)
@@ -277,7 +280,8 @@ def _many_rows_kernel(
             results = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
             if gated:
                 gate, up = results
-                results = [gate * (up / (1 + jnp.exp(-gate)))]  # silu(gate) * up, if gate is finite
+                # The result is silu(gate) * up. The gate must be finite.
+                results = [gate * (up / (1 + jnp.exp(-gate)))]
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             for index, result in enumerate(results):
@@ -295,15 +299,16 @@ def _many_rows_kernel(
 
 
 def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
-    """Accumulate the products of all steps of the depth on the tensor core.
+    """Add the products of all steps of the depth on the tensor core.
 
-    Each step waits for its stage and releases the stage of the previous step. The caller releases
-    the last stage if the loader reuses it.
+    Each step waits until its pipeline stage is filled, and releases the stage of the previous step.
+    If the loader reuses the last stage, the caller must release that stage.
 
     Args:
         num_steps: Number of steps.
-        stage_index: Function from a step to the index of its stage.
-        operands: Function from a stage to the pair of tiles to multiply for each accumulator.
+        stage_index: Function that takes a step and returns the index of the step's stage.
+        operands: Function that takes a stage, and returns for each accumulator the pair of tiles to
+            multiply.
         full: Barriers on which the loader arrives when a stage is filled.
         empty: Barriers on which the consumers arrive when a stage is read.
         sums: References of the accumulators, which hold the initial values.
@@ -318,7 +323,7 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
         plgpu.barrier_wait(full.at[stage])
         for own_sums, factors in zip(sums, operands(stage), strict=True):
             plgpu.wgmma(own_sums, *factors)
-        plgpu.wgmma_wait(len(sums))  # the products of the previous step are done
+        plgpu.wgmma_wait(len(sums))  # Wait until the products of the previous step are complete.
         previous = stage_index(step + (num_stages - 1))
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
@@ -327,10 +332,10 @@ def accumulate_steps(num_steps, stage_index, operands, full, empty, *sums):
 
 
 def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
-    """Raise ValueError unless the sizes are whole tiles and reused stages number at least two.
+    """Raise ValueError unless all sizes are multiples of the tile's, and there are enough stages.
 
-    A consumer releases a stage only after the product of the next stage has started, so a single
-    reused stage would deadlock.
+    If stages are reused, there must be at least two: a consumer releases a stage only after the
+    product of the next stage has started, so a single stage would deadlock.
 
     Args:
         sizes: The number of rows, the depth and the width of the GEMM.
@@ -340,7 +345,7 @@ def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
     """
     if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
         raise ValueError(
-            f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
+            f"rows, depth and width are {sizes}; they must be multiples of {tile}: call the "
             "public op, which chooses a kernel that fits"
         )
     if num_stages < 2 and reuses_stages:

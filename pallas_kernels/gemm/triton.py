@@ -43,8 +43,8 @@ def _kernel(gate_up_ref, out_ref, *, tile):
         values = plgpu.load(ref, mask=inside, other=None if inside is None else 0)
         return values.astype(jnp.float32)
 
-    # The computation starts with the gate. Load the gate last, so that both loads are in flight
-    # before the first wait.
+    # The computation first waits for the gate. Load the gate last, so that the load of `up` has
+    # started before that wait.
     up, gate = load(1), load(0)
     power = jnp.exp2(gate * jnp.float32(-math.log2(math.e)))
     activated = gate / (jnp.float32(1) + power) * up

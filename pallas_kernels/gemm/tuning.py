@@ -10,31 +10,35 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-# With more rows, a GEMM has enough tiles, and partials cost more than they save.
+# With more rows, a GEMM has enough tiles to keep the GPU busy, and split-K partials cost more than
+# they save.
 MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
-MIN_UNSPLIT_WIDTH = 132 * 128  # gives each of the 132 SMs of a large GPU a tile of 128 columns
+# This width gives each of the 132 SMs of a large GPU a tile of 128 columns.
+MIN_UNSPLIT_WIDTH = 132 * 128
 
-# Number of bytes of the weight in flight per consumer warpgroup if every SM has a program, before
-# rounding to whole stages. 50 % more or 25 % less makes a GEMM 2 to 7 % slower.
+# Number of bytes of the weight that a program prefetches per consumer warpgroup if every SM has a
+# program, before rounding to whole stages. 50 % more or 25 % less makes a GEMM 2 to 7 % slower.
 PREFETCHED_WEIGHT_BYTES = 60 * 1024
 
-# A copy of float32 scales begins and ends at a multiple of this number of scales (16 bytes).
+# A copy of float32 scales begins and ends at a multiple of `SCALE_COPY_ALIGNMENT` scales, which
+# have 16 bytes.
 SCALE_COPY_ALIGNMENT = 4
 
-# Minimum fraction of the SMs' time that tiles of the many-rows kernels keep busy. XLA chooses among
-# more tile sizes: it was faster where this fraction was 0.73, and slower where it was 0.85.
+# The many-rows kernels run only if their tiles keep the SMs busy for at least this fraction of the
+# time. Otherwise XLA, which has more tile sizes, may be faster: XLA was faster where the fraction
+# was 0.73, and slower where it was 0.85.
 MIN_SM_UTILIZATION = 0.8
 
 
 class GemmProblem(NamedTuple):
-    """The shapes and the device of a GEMM by a weight [depth, width], or by two (gate and up).
+    """The shapes and the device of a GEMM by one weight [depth, width], or by two: gate and up.
 
     Attributes:
         num_tokens: Number of rows of x.
         depth, width: Shape of the weight, or of each of the two weights.
         itemsize: Number of bytes per element of x.
-        num_factors: Number of weights: 1, or 2 for a gated GEMM, which is never split.
+        num_factors: Number of weights: 1, or 2 for a gated GEMM. A gated GEMM is never split.
         num_cores: Number of SMs of the GPU; None if unknown.
         device_kind: Name of the GPU.
     """
@@ -111,10 +115,10 @@ class ManyFP8RowsConfig:
 def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
     """Return the launch parameters of the Triton activation, or None if XLA's kernel is faster.
 
-    If the GEMM before is narrow and has few rows, XLA splits it. XLA's activation then sums the
-    partials in the same kernel; a Triton activation would need another kernel for the sum.
-    Otherwise eight elements per thread keep the memory busy. For small inputs, four elements per
-    thread on twice as many threads finish earlier.
+    XLA splits the GEMM before the activation if that GEMM is narrow and has few rows. XLA's
+    activation kernel then also sums the partials, while a Triton activation would need another
+    kernel for the sum. In all other cases the Triton kernel runs, with eight elements per thread to
+    keep the memory busy. For small inputs, four elements per thread are faster.
 
     Args:
         num_tokens: Number of rows.
@@ -128,9 +132,9 @@ def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
 def num_splits(gemm: GemmProblem) -> int:
     """Return the number of splits of the depth of XLA's GEMM.
 
-    With a narrow weight, too few tiles keep the memory busy unless the depth is split. The numbers
-    were the fastest in whole decode steps on an H200. A float32 GEMM is never split, so that its
-    results are reproducible.
+    A narrow weight gives too few tiles to keep the memory busy unless the depth is split. These
+    numbers of splits were the fastest in whole decode steps on an H200. A float32 GEMM is never
+    split, so that its results are reproducible.
     """
     num_tokens, depth, width = gemm[:3]
     if num_tokens > MAX_SPLIT_ROWS or gemm.itemsize > 2 or width > 8192:
@@ -175,9 +179,9 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 
 
 def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
-    """Return the launch parameters of hopper.py's few-rows kernel without a split, or None.
+    """Return launch parameters of hopper.py's few-rows kernel that do not split the depth, or None.
 
-    The number of rows must be a multiple of 8; above 64 rows, a multiple of 64.
+    The number of rows must be a multiple of 8; if there are more than 64, a multiple of 64.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     is_whole = num_tokens % min(num_tokens, 64) == num_tokens % 8 == depth % 64 == width % 64 == 0
@@ -199,7 +203,10 @@ def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
 
 
 def invariant_many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
-    """Return the launch parameters of hopper.py's many-rows kernel at any utilization, or None."""
+    """Return the launch parameters of hopper.py's many-rows kernel, or None if it cannot run.
+
+    Unlike `many_rows_config`, return parameters also if XLA's GEMM is faster.
+    """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     columns = 128 if num_factors == 2 else 256
     whole = num_tokens % 128 == 0 and depth % 64 == 0 and width % columns == 0
@@ -211,9 +218,9 @@ def invariant_many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | None:
     """Return the launch parameters of fp8_hopper.py's few-rows kernel, or None to use XLA.
 
-    Usually the kernel runs only if each SM gets at most one program. With `grouped` (block scales),
-    more programs are allowed if the number of rows is not a multiple of 128, because XLA would have
-    to convert the weight to a wider dtype first.
+    The kernel runs only if each SM gets at most one program. With `grouped` (block scales) and a
+    number of rows that is not a multiple of 128, the kernel may also run with more programs,
+    because XLA would have to convert the weight to a wider dtype first.
     """
     if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
@@ -225,9 +232,10 @@ def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | 
 def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
     """Return the shapes of the scales in shared memory of the block-scaled few-rows kernel.
 
-    A copy has a multiple of 128 bytes, and at most 256 numbers per axis. The arrays may therefore
-    hold more groups than the program needs. Some of the extra groups precede the split if the split
-    does not begin at a multiple of `SCALE_COPY_ALIGNMENT`.
+    The size of a copy must be a multiple of 128 bytes, with at most 256 numbers per axis. The
+    arrays may therefore hold more groups than the program needs: groups after the program's split
+    of the depth, and groups before the split if the split does not begin at a multiple of
+    `SCALE_COPY_ALIGNMENT`.
 
     Returns:
         The shape [groups, rows] of the row scales of one stage, and the shape
@@ -252,8 +260,8 @@ def many_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> ManyFP8RowsConf
     supported shapes, since XLA has no block-scaled product. Otherwise the kernel runs if its tiles
     keep the SMs busy.
 
-    A tile is one or two blocks of 128 columns wide. A wide tile takes an estimated 1.85 times as
-    long as a narrow tile, but wide tiles may leave some SMs without work.
+    A tile is 128 or 256 columns wide. The choice assumes that a wide tile takes 1.85 times as long
+    as a narrow tile. With wide tiles, more SMs may be idle in the last round.
     """
     num_tokens, depth, width, _, num_factors, num_cores, device_kind = gemm
     whole = num_tokens % 128 == 0 and depth % 128 == 0 and width % 128 == 0
@@ -291,9 +299,10 @@ def _choose_few_rows_config(
     if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
         return None
     idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
-    row_tiles = 2 if num_tokens > 128 or idle else 1  # a tile has at most 128 rows
-    # If there are more programs than SMs, some wait for a free SM. With two consumers per program,
-    # half as many programs are needed.
+    # A tile has at most 128 rows.
+    row_tiles = 2 if num_tokens > 128 or idle else 1
+    # If there were more programs than SMs, some would wait for a free SM. Two consumers per program
+    # halve the number of programs.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
     is_whole = depth % (128 // itemsize) == 0 and width % (64 * num_consumers) == 0
     if num_tokens % (8 * row_tiles) or not is_whole:
@@ -304,7 +313,8 @@ def _choose_few_rows_config(
         return None
     splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
-    # SMs per tile of the weight. Row tiles read the same tile of the weight, so do not count them.
+    # Number of SMs per tile of the weight. All row tiles read the same tile of the weight, so the
+    # number of row tiles does not count.
     cores_per_tile = max(1, num_cores / (splits * column_tiles))
     # With block scales, stages of two groups are faster than stages of one.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
@@ -327,9 +337,9 @@ def _choose_few_rows_config(
 
 
 def _splits_by_cores(programs, depth, num_cores):
-    """Return the largest power of two of splits that needs at most one program per SM.
+    """Return the number of splits: the largest power of two that gives at most one program per SM.
 
-    A second program on an SM would have to wait. The depth of a split is a multiple of
+    A second program on an SM would have to wait. The depth of a split must be a multiple of
     `MIN_SPLIT_DEPTH`.
     """
     splits = 1

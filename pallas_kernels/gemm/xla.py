@@ -15,12 +15,13 @@ TILE_ROWS = 8  # rows per tile of `map_row_tiles`
 def map_row_tiles(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Call `function` on tiles of `TILE_ROWS` rows, one after another, and join the results.
 
-    XLA may order a sum in another way for another number of rows. With tiles, `function` always has
-    the same shapes, so a row's bits do not depend on the number of rows. There are at least two
-    tiles: XLA would fuse a loop of one step with the code around it, and round in other places.
+    The order in which XLA adds the numbers of a sum may depend on the number of rows. In tiles,
+    `function` always gets the same shapes, so a row's bits do not depend on the number of rows. The
+    loop has at least two steps, because XLA would fuse a single step with the surrounding code,
+    which changes the rounding.
 
     Args:
-        function: Computes each row of its results from the same row of its arguments.
+        function: A function whose result row i depends only on row i of the arguments.
         arrays: Arguments with the same number of rows.
     """
     num_rows = arrays[0].shape[0]
@@ -37,7 +38,7 @@ def map_row_tiles(function: Callable[..., Any], *arrays: jax.Array) -> Any:
 def sum_partials(
     partials: Float[Array, "partials *axes"], dtype: DTypeLike
 ) -> Float[Array, "*axes"]:
-    """Return the sum of split-K partials in dtype `dtype`, added in float32."""
+    """Add split-K partials in float32, and return the sum in dtype `dtype`."""
     one = partials.shape[0] == 1
     total = partials[0] if one else jnp.sum(partials.astype(jnp.float32), axis=0)
     return total.astype(dtype)

@@ -63,8 +63,8 @@ def rope_write_kv(
     """Normalize and rotate the queries and keys of new tokens, and store keys and values.
 
     Norm and rotation compute in float32, and each rounds its result to `dtype`. Keys and values are
-    then cast to the pool's dtype, or divided by the scales of an FP8 pool. Rotary embedding: Su et
-    al. 2021, arXiv:2104.09864; channels i and i + H / 2 form a pair.
+    then cast to the pool's dtype; for an FP8 pool, they are divided by the scales and rounded. The
+    rotation (rotary embedding: Su et al. 2021, arXiv:2104.09864) pairs channels i and i + H / 2.
 
     Args:
         qkv: Fused projection of each token as split-K partials (see `split_k_gemm`): N query heads,
@@ -107,9 +107,9 @@ def copy_blocks(
 ) -> tuple[LayerKV, ...]:
     """Copy block src[i] to block dst[i] for each i, in the keys and values of every layer.
 
-    Copies run in any order. Therefore no block may be both a source and a destination, or be a
-    destination twice. Padding pairs (0, 0) are the exception, and may occur any number of times.
-    No backend checks that block ids lie in the pool.
+    Copies run in any order. Therefore no block may be both a source and a destination, and no block
+    may be a destination twice. Only the padding pair (0, 0) may occur any number of times. No
+    backend checks that block ids lie in the pool.
 
     Returns:
         The pool, updated in place if donated.
@@ -148,7 +148,7 @@ def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
 
 
 def check_rope(qkv, kv, angles, norms, dtype):
-    """Check that the fused projection fits the pool, and that angles and norms fit both.
+    """Check that the fused projection fits the pool, and that angles and norms fit the projection.
 
     The projection must hold the pool's K key and K value heads, and a multiple of K query heads.
     """

@@ -72,7 +72,8 @@ def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = ""
 def rope_write_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeWriteConfig:
     """Return the launch parameters of `rope_write_kv`.
 
-    A tile has about 1,024 elements: eight per thread, which is one 16-byte load in bfloat16.
+    A tile has about 1,024 elements. Each thread handles eight, which are one 16-byte load in
+    bfloat16.
     """
     config = RopeWriteConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
     return tuning.apply_tuned_config("rope_write", head_size, itemsize, device_kind, config)
@@ -122,7 +123,8 @@ def rope_write_kv(
     _, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
-    # A divisor of the KV heads also divides the query heads, so every tile has heads of one kind.
+    # A divisor of the number of KV heads also divides the number of query heads. Every tile
+    # therefore has only query heads, only key heads, or only value heads.
     tile_heads = min(config.tile_rows, num_kv_heads & -num_kv_heads)
     tile_tokens = config.tile_rows // tile_heads
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
@@ -226,7 +228,7 @@ def _load_weights(ref):
 
 
 def _load_angles(ref, token, live):
-    """Load the cosines or sines of each row's token; zeros where not live.
+    """Load the cosines or the sines of each row's token; zeros for rows where `live` is false.
 
     The result is [len(token), W], where W is H / 2 rounded up to a power of two.
     """
@@ -239,7 +241,7 @@ def _load_angles(ref, token, live):
 
 
 def _load_halves(ref, rows, live):
-    """Load the first and second half of the given rows of heads; zeros where not live.
+    """Load the first and the second half of heads; zeros for rows where `live` is false.
 
     Each half is [len(rows), W], where W is H / 2 rounded up to a power of two.
     """
@@ -248,15 +250,15 @@ def _load_halves(ref, rows, live):
 
 
 def _store_halves(ref, rows, halves, live, scale=None):
-    # For a row whose mask is off, the interpreter writes the old values back, except past the end
-    # of the array.
+    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
+    # values. It ignores rows past the end of the array, so move masked rows there.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
         plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)
 
 
 def _half_tiles(ref, rows, live):
-    """Return the index and mask of each half of the rows."""
+    """Return (index, mask) of the first half of the rows, and (index, mask) of the second half."""
     half = ref.shape[1] // 2
     shape = (rows.shape[0], pl.next_power_of_2(half))
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -286,7 +288,8 @@ def copy_blocks(pool, src, dst, *, config: MoveConfig, interpret: bool):
 
 
 def _copy_kernel(src_ref, dst_ref, *refs, chunk):
-    pools = refs[len(refs) // 2 :]  # the outputs, which alias the inputs
+    # The second half of the references are the outputs, which alias the inputs.
+    pools = refs[len(refs) // 2 :]
     source, target = src_ref[pl.program_id(0)], dst_ref[pl.program_id(0)]
     columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
     moves = (columns < pools[0].shape[1]) & (source != target)

@@ -25,7 +25,8 @@ def write_kv(kv, k, v, slot_mapping, scales=None):
     if scales is not None:
         k_scale, v_scale = (scale.reshape(()) for scale in scales)
         k, v = to_pool_dtype(k, kv.k.dtype, k_scale), to_pool_dtype(v, kv.v.dtype, v_scale)
-    # JAX wraps negative indices around, so move these slots past the pool, where they are dropped.
+    # JAX would count negative slots from the end. Move them past the end of the pool instead, where
+    # the scatter drops them.
     slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
     block, offset = slots // block_size, slots % block_size
     return LayerKV(

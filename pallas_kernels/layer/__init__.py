@@ -20,11 +20,11 @@ from pallas_kernels.types import Backend, FusedLayerWeights
 def new_exchange_memory(
     weights: FusedLayerWeights, *, num_tokens: int, backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """Return new exchange memory for `fused_layer` of a step's first layer, or None.
+    """Return new exchange memory for the first `fused_layer` of a step, or None.
 
     None means that the fused kernel cannot run or is not faster than the separate ops. The kernel
-    needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual stream narrower than
-    2,048, and widths that are multiples of 128.
+    needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual stream of fewer than
+    2,048 columns, and widths that are multiples of 128.
     """
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
@@ -59,13 +59,13 @@ def fused_layer(
         num_rows: Number of valid rows; these come first. Other rows of the results may hold
             anything.
         exchange: Exchange memory, from `new_exchange_memory` or from the previous `fused_layer` of
-            the step. The op consumes it.
+            the step. It cannot be used again after this call.
         eps: Epsilon of both norms.
         backend: The implementation to run.
 
     Returns:
         The residual stream after the layer; the next layer's queries, keys and values as split-K
-        partials; and the exchange memory for the step's next op with the same sizes and rows.
+        partials; and the exchange memory for the step's next `fused_layer` of the same sizes.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -87,7 +87,8 @@ def fused_layer(
 
 def _plan(weights, num_tokens, backend):
     """Return the plan of the Hopper kernel, or None if the kernel does not run."""
-    if jax.__version_info__ < (0, 11):  # Mosaic GPU kernels have no mutable arguments before 0.11
+    # In JAX before 0.11, Mosaic GPU kernels cannot have mutable arguments.
+    if jax.__version_info__ < (0, 11):
         return None
     (attention_output, hidden), inner = weights.output.shape, weights.down.shape[0]
     return hopper.layer_plan(

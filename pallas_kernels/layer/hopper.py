@@ -51,11 +51,12 @@ ROWS = 8
 _NUM_WARP_GROUPS = 4  # consumer warpgroups
 _NUM_THREADS = 128 * _NUM_WARP_GROUPS
 _NUM_WARPS = 4 * _NUM_WARP_GROUPS
-_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # pairs of warpgroups; a pair multiplies one unit
-_MAX_COPIES_IN_FLIGHT = 3  # unit copies in flight; more would delay the exchange between programs
-_PARTIAL_WORDS = ROWS * 64  # words of a split-K partial of 64 columns
+_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # A pair of warpgroups multiplies one unit.
+_MAX_COPIES_IN_FLIGHT = 3  # More copies in flight would delay the exchange between programs.
+_PARTIAL_WORDS = ROWS * 64  # A split-K partial of 64 columns has `_PARTIAL_WORDS` words.
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
-_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9  # named barriers; Mosaic GPU uses lower indices
+# Both numbers are indices of named barriers. Mosaic GPU itself uses the indices below 8.
+_COMPUTE_BARRIER, _SCALES_BARRIER = 8, 9
 _REF_TYPE = plgpu.RefType()
 
 
@@ -98,7 +99,7 @@ class GemmPartition:
 
     @functools.cached_property
     def max_segments(self) -> int:
-        """Maximum number of column blocks in which one program computes units."""
+        """Maximum number of column blocks in which one program has units."""
         firsts = (p * self.max_units for p in range(self.programs))
         return max((f + self.max_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
@@ -175,7 +176,7 @@ class LayerPlan:
 
     @functools.cached_property
     def activation_columns(self) -> int:
-        """Columns of a program's activations in shared memory."""
+        """Number of columns of activations that a program keeps in shared memory."""
         return max(gemm.max_units * gemm.depth for gemm in self.gemms)
 
 
@@ -184,11 +185,11 @@ def layer_plan(
 ) -> LayerPlan | None:
     """Return the plan of the fused kernel, or None if the separate ops should run.
 
-    Times: docs/kernels/layer.md.
+    docs/kernels/layer.md lists measured times.
 
     Args:
         sizes: Widths of the layer.
-        num_tokens: Rows of the step's bucket.
+        num_tokens: Number of rows of the step's bucket.
         dtype: Name of the dtype of activations and weights.
         num_cores: Number of SMs of the GPU; None if unknown.
         device_kind: Name of the GPU.
@@ -200,7 +201,7 @@ def layer_plan(
     fits = whole and narrow and num_tokens == ROWS and dtype == "bfloat16"
     if not (is_hopper(device_kind) and num_cores and fits):
         return None
-    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # maximum per program
+    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # maximum units per program
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     num_stages = min(12, room // 16384 // 2 * 2)
     return LayerPlan(sizes, num_cores, num_stages) if num_stages >= 4 else None
@@ -310,7 +311,8 @@ def _kernel(
         Unit `start` is the `step`-th unit that the loader copies into the ring.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A barrier wait must not skip a use of a stage, so each stage belongs to one pair.
+        # Each waiter of a stage's barrier must wait for every use of the stage. So each stage
+        # belongs to one pair of warpgroups, which handles every `_NUM_PAIRS`-th unit.
         first = step + lax.rem(
             pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
         )
@@ -372,7 +374,7 @@ def _wait_for_consumers():
 
 
 def _wait_for_scales():
-    """Wait until `_compute_last_scales` has stored the row factors of the last GEMM."""
+    """Wait until `_compute_last_scales` has stored 1 / rms of each row."""
     ops.run_inline(lambda: ops.barrier(_SCALES_BARRIER, _NUM_THREADS + 32), arg_types=())
 
 
@@ -392,9 +394,9 @@ def _clear_exchange(plan, next_exchange):
 
 
 def _square_sum_loads(plan, memory, region, chunks, row):
-    """Return the loads of this lane for a row.
+    """Return the loads of a row's sums of squares by this lane (thread of a warp).
 
-    The row has one sum of squares per chunk. Lane `i` loads the sums of chunks i, i + 32, ...
+    The row has one sum of squares per chunk. Lane i loads the sums of chunks i, i + 32, i + 64, ...
     """
     lane = ops.thread_index() % 32
     starts = range(0, chunks, 32)
@@ -412,9 +414,10 @@ def _row_scale(plan, eps, words):
 
 
 def _compute_last_scales(plan, eps, num_rows, exchange, scales):
-    """Store 1 / rms of each row of the final residual stream, in one warp next to the loader.
+    """Store 1 / rms of each row of the final residual stream.
 
-    The warp waits for the sums of squares while the consumers multiply.
+    One warp of the loader's warpgroup runs this code, and waits for the sums of squares while the
+    consumers multiply.
     """
 
     def body(num_rows, memory, scales):
@@ -432,13 +435,14 @@ def _compute_last_scales(plan, eps, num_rows, exchange, scales):
 
 
 def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
-    """Store the activations of a program's units in shared memory, for rows below `count`.
+    """Store the activations of a program's units in shared memory, for the first `count` rows.
 
-    A warp handles one row of one unit at a time. It issues the loads of all partials together.
+    A warp handles one row of one unit at a time, and issues the loads of all partials together.
     """
     gemm = plan.gemms[gemm_index]
-    width = gemm.depth // 32  # columns per lane
-    units_at_once = 2 if gemm.max_units > 8 else 1  # two units double the loads in flight
+    columns_per_lane = gemm.depth // 32
+    # Two units at a time double the number of loads in flight.
+    units_at_once = 2 if gemm.max_units > 8 else 1
     shared_scales = gemm_index == _DOWN and gemm.max_units > 8
 
     def body(count, units, memory, rows, *pointers):
@@ -457,7 +461,7 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
             _GatherTask,
             plan,
             gemm_index,
-            width,
+            columns_per_lane,
             memory,
             pointers_by_name,
             count,
@@ -472,7 +476,8 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
                 mine, words = words[: len(t.loads)], words[len(t.loads) :]
                 with ops.when(t.is_live):
                     t.finish(eps, mine, rows)
-        ops.ptx("fence.proxy.async.shared::cta;")  # make the stores visible to the tensor cores
+        # The fence makes the stores visible to the tensor cores.
+        ops.ptx("fence.proxy.async.shared::cta;")
         _wait_for_consumers()
 
     arg_types = (
@@ -488,9 +493,10 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
 
 
 class _GatherTask:
-    """A warp's task to gather the activations of one row of one unit.
+    """A warp's task: gather the activations of one row of one unit.
 
-    The constructor collects the loads; `finish` stores the activations computed from the words.
+    The constructor collects the loads in `self.loads`, which the caller issues. `finish` computes
+    the activations from the loaded words, and stores them in shared memory.
     """
 
     def __init__(
@@ -581,7 +587,8 @@ class _GatherTask:
     def finish(self, eps, words, rows):
         """Compute the row's activations from the loaded `words`; store them in shared memory.
 
-        For the GEMMs after a norm, also publish the new residual stream and its sums of squares.
+        For the GEMMs after a norm, also store the new residual stream and its sums of squares for
+        the other programs.
         """
         if self.gemm_index == _OUTPUT:
             packed = words[0]
@@ -621,7 +628,9 @@ class _GatherTask:
             [a + b for a, b in zip(ops.unpack_bf16(stream), update, strict=True)]
         )
         stream = ops.unpack_bf16(packed)
-        with ops.when(self.block.eq(0)):  # exactly one program publishes each chunk of the stream
+        # Several programs compute the same chunk. Only the program whose unit belongs to column
+        # block 0 stores it.
+        with ops.when(self.block.eq(0)):
             self._publish(packed, stream)
         return ops.pack_bf16([a * b for a, b in zip(stream, norm, strict=True)])
 
@@ -640,7 +649,7 @@ class _GatherTask:
 
 
 def _sum_partials(partials):
-    """Return the elementwise sum of the partials, in their order."""
+    """Return the elementwise sum of the partials, added from first to last."""
     return [
         ops.sum_values(list(column))
         for column in zip(*map(ops.bitcast_to_float32, partials), strict=True)
@@ -684,7 +693,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
                     )
                     at = at + plan.regions[gemm_index]
                 ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
-                if gemm_index == _QKV:  # zero the partials that no program of this block stores
+                # Write zeros to those partials of the column block that no program computes.
+                if gemm_index == _QKV:
                     for extra in range(1, gemm.max_partials):
                         unused = (partial + extra < gemm.max_partials) & last
                         with ops.when(unused):

@@ -39,7 +39,8 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Add an update to the residual stream and normalize the sum with RMSNorm.
 
-    The sum of the update and the new residual stream are each rounded to the dtype of `hidden`.
+    Two results are rounded to the dtype of `hidden`: the sum of the update's partials, and the new
+    residual stream.
 
     Args:
         hidden: Residual stream.

@@ -44,7 +44,7 @@ class NormConfig:
 
 
 def norm_config(*, size: int, itemsize: int) -> NormConfig:
-    """Return the launch parameters that let each thread load 16 bytes of the update per tile.
+    """Return the launch parameters with which each thread loads 16 bytes of the update per tile.
 
     Args:
         size: Number of columns of a row.

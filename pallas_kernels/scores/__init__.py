@@ -24,7 +24,7 @@ def adjust_logits(
 ) -> Float32[Array, "B V"]:
     """Apply biases, forbidden tokens and penalties to the logits of the rows that need them.
 
-    The op is plain XLA on a GPU too, since XLA fuses the op with the next one.
+    The op runs in plain XLA on every backend, because XLA fuses it with the op that follows.
 
     Raises:
         ValueError: Shapes do not match.
@@ -49,7 +49,8 @@ def greedy_scores(
 
     The result has the columns of `token_scores`. Among equal logits the lowest token id wins. The
     token is -1 if the highest logit is not finite. Adjustments affect only the choice: the scores
-    are computed from the original logits. A row without adjustments does not read their state.
+    are computed from the original logits. For a row without adjustments, the op does not read the
+    adjustment state.
 
     Args:
         logits: Logits of V tokens.
@@ -94,8 +95,8 @@ def token_scores(
         0           the token id from `token_ids`
         1           log-probability of the token
         2           rank: number of tokens at least as probable, so 1 is the most probable token
-        3           probability mass that truncation kept, always 1.0: a caller that truncates must
-                    overwrite the column
+        3           1.0: a caller that truncates the distribution overwrites this column with the
+                    sum of the probabilities that it kept
         4 + 2 i     id of the token with the i-th highest logit, for i from 0 to L - 1
         5 + 2 i     log-probability of that token
 
@@ -106,10 +107,11 @@ def token_scores(
         logits: Logits of V tokens.
         token_ids: One token id per row. If the id is outside the vocabulary, the log-probability
             and the rank are undefined.
-        needs_scores: Rows whose scores are computed. In other rows only column 0 is defined. If no
-            row needs scores, the op costs almost nothing.
+        needs_scores: Whether to compute the scores of each row. In other rows only column 0 is
+            defined. If no row needs scores, the op costs almost nothing.
         count: Number of most probable tokens to return per row.
-        reports_logits: Rows that return logits instead of log-probabilities; None for no row.
+        reports_logits: Whether each row returns logits instead of log-probabilities. None: no row
+            does.
         backend: The implementation to run.
 
     Raises:

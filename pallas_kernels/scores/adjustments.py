@@ -10,18 +10,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 IN_PROMPT, IS_ENDING = 1 << 30, 1 << 29
-"""Bits of `Adjustments.token_state`: the prompt contains the token; the token ends the output.
+"""Bits of `Adjustments.token_state`.
 
-Tokens with `IS_ENDING` are forbidden in rows with the flag `BELOW_MIN_TOKENS`.
+`IN_PROMPT`: the prompt contains the token. `IS_ENDING`: the token ends the output, so it is
+forbidden in rows with the flag `BELOW_MIN_TOKENS`.
 """
 COUNT_MASK = IS_ENDING - 1
-"""The other bits of `Adjustments.token_state`: how often the output contains the token."""
+"""Mask of the low bits of `Adjustments.token_state`: how often the output contains the token."""
 IS_ADJUSTED, HAS_BIASES, BELOW_MIN_TOKENS = 1, 2, 4
-"""Bits of `Adjustments.row_flags`: the row has any adjustment; the row has biases; the row's output
-is too short, so tokens that end it are forbidden."""
+"""Bits of `Adjustments.row_flags`.
+
+`IS_ADJUSTED`: the row has any adjustment. `HAS_BIASES`: the row has biases. `BELOW_MIN_TOKENS`: the
+row's output has fewer than `min_tokens` tokens, so tokens that end the output are forbidden.
+"""
 
 TOKEN_COLUMN, LOGPROB_COLUMN, RANK_COLUMN, KEPT_MASS_COLUMN, NUM_TOKEN_COLUMNS = range(5)
-"""Columns of the result of `token_scores`, and their number before the most probable tokens."""
+"""Column indices in the result of `token_scores`, and the number of these columns.
+
+The columns of the most probable tokens start at index `NUM_TOKEN_COLUMNS`.
+"""
 
 
 class Adjustments(NamedTuple):
@@ -53,7 +60,7 @@ def adjust_tile(logits, token_state, biases, early, repetition, presence, freque
         logits: Float32 logits.
         token_state: State of each token, as in `Adjustments`.
         biases: Biases to add, or None.
-        early: Whether tokens with `IS_ENDING` are forbidden.
+        early: Whether the output is too short, so that tokens with `IS_ENDING` are forbidden.
         repetition, presence, frequency: Penalties.
     """
     x = logits if biases is None else logits + biases
@@ -68,7 +75,8 @@ def adjust_tile(logits, token_state, biases, early, repetition, presence, freque
 def adjust_all_rows(logits, adjustments: Adjustments):
     """Adjust the logits of all rows in plain XLA.
 
-    Rows without adjustments all read the last row of the state, which then stays in the cache.
+    All rows without adjustments read the same row of the state, the last one, so that the row stays
+    in the cache.
     """
     token_state, biases, state_rows, row_flags, penalties = adjustments
     last = token_state.shape[0] - 1

@@ -48,12 +48,16 @@ from pallas_kernels.scores.adjustments import (
     adjust_tile,
 )
 
-BLOCK_TOKENS = 128  # tokens per block
-CHUNK_TOKENS = 4096  # tokens per program of the scan
-RANK_TILE = 4096  # tokens per iteration when the second launch counts the rank of a token
-NUM_WARPS = 4  # warps per program of both launches
+BLOCK_TOKENS = 128
+# A program of the scan launch reads `CHUNK_TOKENS` tokens.
+CHUNK_TOKENS = 4096
+# The finish launch reads `RANK_TILE` tokens per iteration to count the rank of a token.
+RANK_TILE = 4096
+NUM_WARPS = 4  # A program of either launch has `NUM_WARPS` warps.
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-_LOGITS = 2  # value of `needs_scores` in rows that report logits; 1 in other rows with scores
+# Value of `needs_scores` for rows that report logits. Rows with log-probabilities have 1, and rows
+# without scores 0.
+_LOGITS = 2
 _ONE_BITS = int(np.float32(1).view(np.int32))
 
 
@@ -69,7 +73,8 @@ def token_scores(
 ):
     """Run the public op `token_scores`, or `greedy_scores` if `token_ids` is None.
 
-    The logits are not empty, and `count` is from 1 to V. Adjustments require `token_ids` None.
+    The logits must not be empty, and `count` must be from 1 to V. If `adjustments` are given,
+    `token_ids` must be None.
     """
     batch, width = logits.shape
     chunks = pl.cdiv(width, CHUNK_TOKENS)
@@ -105,7 +110,7 @@ def token_scores(
 
 
 def _order_key(logits):
-    """Return int32 keys in IEEE's total order of the logits."""
+    """Return int32 keys that order like the logits in IEEE 754's total order."""
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ jnp.int32(0x7FFFFFFF))
 
@@ -117,7 +122,7 @@ def _key_to_logit(key):
 
 
 def _greedy_key(x):
-    """Return int32 keys in the order of the floats; both zeros are equal, and NaN is highest."""
+    """Return int32 keys that order like the floats; -0.0 equals 0.0, and NaN is the highest."""
     return jnp.where(x != x, jnp.int32(_MAX_KEY), _order_key(jnp.where(x == 0, jnp.float32(0), x)))
 
 
@@ -183,9 +188,9 @@ def _adjust_logits(logits, state_refs, row, columns):
 
 
 def _row_index_and_mask(row, ref):
-    """Return indices of all columns of a row, and a mask of the existing columns.
+    """Return the indices of all columns of a row, and a mask of the existing columns.
 
-    Triton needs a power of two of columns, so the last indices may not exist.
+    Triton needs a power of two of columns, so the last indices may be past the end of the row.
     """
     column = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
     return (jnp.full_like(column, row), column), column < ref.shape[1]
@@ -198,7 +203,8 @@ def _load_greedy_token(refs, row, width):
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
-    # The lowest token id wins a tie: each chunk stored its lowest id, so take the minimum.
+    # Among equal logits the lowest token id wins. Each chunk has stored its lowest such id, so take
+    # the minimum.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
     is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # false for NaN
     return jnp.where(is_finite, token, jnp.int32(-1))

@@ -16,8 +16,8 @@ from pallas_kernels.scores.adjustments import (
 def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Return the index and the value of the first maximum of each row.
 
-    NaN counts as the highest value. The function reduces each row once, and XLA fuses the
-    computation of `x` into that pass. `jnp.argmax` does the same reduction but discards the values.
+    NaN counts as the highest value. The function reads each row once, and XLA fuses the computation
+    of `x` into that pass. `jnp.argmax` does the same reduction, but returns no values.
     """
 
     def higher(left, right):
@@ -86,8 +86,9 @@ def token_scores(
 def _log_sum_exp(logits: Float32[Array, "T V"]) -> Float32[Array, "T"]:
     """Return the log-sum-exp of each row, one row after another.
 
-    XLA may order the sum of a row by the number of rows, but a loop has one shape. The loop has at
-    least two steps, because XLA inlines a single step. On a CPU it is as fast as one reduction.
+    The order in which XLA adds the numbers of a row may depend on the number of rows. In a loop,
+    XLA always reduces one row, so the order is always the same. The loop has at least two steps,
+    because XLA would inline a single step. On a CPU the loop is as fast as one reduction.
     """
     num_rows = logits.shape[0]
     if not num_rows:

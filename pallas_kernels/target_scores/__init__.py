@@ -12,14 +12,14 @@ from pallas_kernels.types import Backend
 
 
 class TargetScores(NamedTuple):
-    """Parts from which the log-probability of one token per row is computed.
+    """Three numbers per row of logits, which give the log-probability of the row's target token.
 
     The log-probability is `target - largest - log(total)`.
 
     Attributes:
         largest: Largest logit of each row.
         total: Sum of exp(logit - largest) of each row.
-        target: Logit of the row's target; 0 if the target is outside the vocabulary.
+        target: Logit of the row's target token; 0 if the token is outside the vocabulary.
     """
 
     largest: Float32[Array, "R"]
@@ -37,13 +37,13 @@ def target_scores(
 ) -> TargetScores:
     """Return the largest logit, the sum of exponentials and the target's logit of each row.
 
-    The logits are x @ table.T, in float32. Only a part of them exists at any time.
+    The logits are x @ table.T, in float32. The op never stores all logits at the same time.
 
     Args:
         x: Hidden states.
         table: Weight of the output head.
-        targets: One token id per row. An id outside the table gives a target of 0, so
-            that devices can sum the targets of their shards.
+        targets: One target token id per row. An id outside the table gives 0 as the target's logit.
+            Devices that hold shards of the table can therefore sum these logits.
         soft_cap: Each logit z becomes soft_cap * tanh(z / soft_cap); None leaves it unchanged.
         backend: The implementation to run.
 

@@ -33,18 +33,20 @@ from pallas_kernels.gemm.hopper import (
     accumulate_steps,
 )
 
-TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # rows per tile
-TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS  # tokens of the vocabulary per tile
-TOKEN_MULTIPLE = 8  # divides V: shared memory holds the table in tiles of 8 rows
-NUM_STAGES = 4  # pipeline stages, which fill the shared memory
+TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
+# A tile covers `TILE_TOKENS` tokens of the vocabulary.
+TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
+# V must be a multiple of `TOKEN_MULTIPLE`, because shared memory has the table in tiles of 8 rows.
+TOKEN_MULTIPLE = 8
+NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
 _LOG2_E = math.log2(math.e)
 
 
 def target_scores(x, table, targets, *, num_programs):
     """Run the public op `target_scores` in Mosaic GPU; return the fields of its result.
 
-    The dtype has 2 bytes, the depth is a multiple of `TILE`, and the vocabulary is a multiple of
-    `TOKEN_MULTIPLE` with at least `TILE_TOKENS` tokens.
+    The dtype must have 2 bytes. The depth must be a multiple of `TILE`. The number of tokens in the
+    vocabulary must be a multiple of `TOKEN_MULTIPLE`, and at least `TILE_TOKENS`.
     """
     rows = x.shape[0]
     targets = jnp.where(targets < table.shape[0], targets, -1)  # -1 matches no token
@@ -62,7 +64,7 @@ def _scan_tiles(x, table, targets, *, num_programs):
     (rows, depth), tiles = x.shape, pl.cdiv(table.shape[0], TILE_TOKENS)
     if rows % TILE_ROWS or depth % TILE:
         raise ValueError(
-            f"x has shape {x.shape}; it must be whole tiles of {(TILE_ROWS, TILE)}: call the "
+            f"x has shape {x.shape}; its sizes must be multiples of {(TILE_ROWS, TILE)}: call the "
             "public op, which chooses an implementation that fits"
         )
     call = plgpu.kernel(
@@ -104,7 +106,7 @@ def _kernel(
     num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
 
     def tile_index(round_index):
-        """Return the index of the tile of round `round_index`, along the rows and the tokens."""
+        """Return the row index and the column index of the tile of round `round_index`."""
         return plgpu.planar_snake(program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH)
 
     def stage_index(round_index, step):

@@ -16,8 +16,8 @@ def target_scores(x, table, targets, *, soft_cap):
 
     def fold(carry, index):
         largest, total, target = carry
-        # The last slice is moved back to end with the vocabulary. Tokens that the slice before has
-        # computed are masked.
+        # All slices have the same size, so the last slice starts earlier and overlaps with the
+        # slice before it. Mask the tokens that both slices contain.
         first = jnp.minimum(index * size, width - size)
         logits = einsum(
             "rd,vd->rv", x, lax.dynamic_slice_in_dim(table, first, size), out=jnp.float32
@@ -28,7 +28,7 @@ def target_scores(x, table, targets, *, soft_cap):
         is_new = tokens >= index * size
         logits = jnp.where(is_new, logits, -jnp.inf)
         highest = jnp.maximum(largest, logits.max(axis=1))
-        # Rows whose logits are all -inf must not compute -inf - -inf.
+        # If all logits of a row are -inf, subtract 0 instead: -inf - -inf would be NaN.
         base = jnp.where(highest == -jnp.inf, 0.0, highest)
         total = total * jnp.exp(largest - base) + jnp.exp(logits - base[:, None]).sum(axis=1)
         is_target = (tokens == targets[:, None]) & is_new

@@ -35,8 +35,8 @@ def truncation_mask(
         min_p: Remove tokens less probable than `min_p` times the most probable token; 0 disables
             min-p.
         top_k: Keep the `top_k` most probable tokens; 0, or V and more, disables top-k.
-        top_p: Keep the smallest set of most probable tokens whose share of the probability that
-            min-p and top-k left reaches `top_p`; 1 disables top-p.
+        top_p: Keep the smallest set of most probable tokens whose total probability is at least
+            `top_p` times that of all tokens that min-p and top-k kept; 1 disables top-p.
         backend: The implementation to run.
 
     Raises:
@@ -49,7 +49,8 @@ def truncation_mask(
         return jnp.ones(logits.shape, jnp.bool_)
     highest = logits.max(axis=1, keepdims=True)
     relative = (logits - highest) / temperature[:, None]
-    passes_min_p = relative >= jnp.log(min_p)[:, None]  # log(0) is -inf, which keeps all tokens
+    # If min_p is 0, log(min_p) is -inf, and all tokens pass.
+    passes_min_p = relative >= jnp.log(min_p)[:, None]
     top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
     if backend is Backend.XLA:
         weights = jnp.where(passes_min_p, jnp.exp(relative), 0.0)

@@ -41,15 +41,19 @@ NUM_PASSES = 3
 # of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-TILE = 256  # tokens per load of the narrow launches
-PACKED_TILE = 512  # tokens per load of the collect launch
-NUM_STRIPS = 4  # strips per chunk in the collect launch, one per warp so that warps never wait
-STRIP_CAPACITY = 128  # maximum number of tokens collected per strip
-# Tokens per load when the settle launch, with 16 warps, reads a whole row. A large tile means fewer
-# iterations that wait for memory.
+# A load of the narrow launches reads `TILE` tokens.
+TILE = 256
+# A load of the collect launch reads `PACKED_TILE` tokens.
+PACKED_TILE = 512
+# In the collect launch, each of the 4 warps has its own strip of a chunk, so that warps never wait.
+NUM_STRIPS = 4
+# A strip can hold `STRIP_CAPACITY` collected tokens.
+STRIP_CAPACITY = 128
+# Tokens per load when the settle launch reads a whole row, with 16 warps. With a large tile, fewer
+# iterations wait for memory.
 WHOLE_ROW_TILE = 4096
-# Distances of the first launch's trial thresholds below the largest logit, in bits. A token at
-# distance d is 2**-d times as probable as the most probable token. Another trial threshold is minus
+# The first launch tries thresholds at these distances below the largest logit, in bits. A token at
+# distance d is 2**-d times as probable as the most probable token. The launch also tries minus
 # infinity, which all tokens reach.
 _FIRST_TRIAL_BITS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL_BITS = 184.0
@@ -82,15 +86,16 @@ class _RowParameters(NamedTuple):
 
 
 class _Bracket(NamedTuple):
-    """Scalar bounds of a row's threshold.
+    """Lower and upper bound of a row's threshold, as scalars.
 
-    The total of a threshold is the number or the probability of the tokens at or above it.
+    The total of a threshold is the number of tokens at or above the threshold if the row has a
+    top-k, else the probability of these tokens.
 
     Attributes:
-        low: A threshold whose total reaches the target.
-        high: A threshold whose total does not reach the target.
-        target: The total that top-k or top-p asks for.
-        above: The total of `high`.
+        low: A threshold whose total is at least the target.
+        high: A threshold whose total is below the target.
+        target: The total that top-k or top-p requires.
+        above: The total of the threshold `high`.
     """
 
     low: jax.Array
@@ -138,7 +143,8 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
     found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
-    is_active = (top_k > 0) | (rows[:, 3] < 1.0)  # the kernels do not write other rows
+    # The kernels write only the rows with a top-k or a top-p.
+    is_active = (top_k > 0) | (rows[:, 3] < 1.0)
     return jnp.where(is_active, found, -jnp.inf)
 
 
@@ -148,7 +154,7 @@ def _load_row_parameters(rows_ref, top_k_ref, row):
 
 
 def _token_weights(row, logits):
-    """Return each token's probability divided by the largest; 0 if min-p removes the token."""
+    """Return each token's probability / largest probability; 0 for tokens that min-p removes."""
     relative = (logits - row.max_logit) * row.bits_per_logit
     return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
 
@@ -162,7 +168,7 @@ def _load_logits(logits_ref, row, start, size):
 
 
 def _load_tiles(logits_ref, row, chunk, turn):
-    """Load the tiles of iteration `turn`, so that all loads are in flight before the first use."""
+    """Load all tiles of iteration `turn`, before any tile is used, so that the loads overlap."""
     start = chunk * CHUNK + turn * (TILE * LOADS_IN_FLIGHT)
     return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS_IN_FLIGHT)]
 
@@ -178,12 +184,12 @@ def _later_trials(row, bracket):
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # Clip the trials, because rounding or an empty bracket may put a trial outside the bracket.
+    # Clip the trial thresholds, because rounding or an empty bracket may put one outside.
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
 def _load_bracket(row, refs, row_index, step):
-    """Compute the bracket at launch `step`, from the outputs `refs` of the launch before."""
+    """Compute the bracket at launch `step`, from `refs`, the outputs of the previous launch."""
     # The target of top-p is unknown until the first launch has summed all probabilities.
     before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
     if step == 0:
@@ -347,17 +353,18 @@ def _settle(
 
 
 def _find_threshold(row, bracket, measure, above):
-    """Return the exact threshold: the largest one that reaches the target of top-k, then of top-p.
+    """Return the exact threshold of a row: the lowest logit that top-k and top-p keep.
 
-    The first search is for top-k if the row has a top-k, otherwise for top-p. If the row has both,
-    a second search is for top-p.
+    If the row has a top-k, search the threshold of top-k first. If the row has a top-p, then search
+    the threshold of top-p among the tokens that remain.
 
     Args:
         row: Parameters of the row.
         bracket: Bracket that contains the result of the first search.
-        measure: Function that sums `values(logits)` over the available tokens.
-        above: Total of the tokens above the bracket if `measure` does not include them, else 0.
-            Only used if the first search is for top-p.
+        measure: Function that takes a function `values`, and returns the sum of `values(logits)`
+            over the tokens that this launch reads.
+        above: Probability of the tokens above the bracket if `measure` leaves them out, else 0. It
+            is only used if the row has no top-k.
     """
 
     def sum_reached(threshold, values):
@@ -398,8 +405,8 @@ def _find_threshold(row, bracket, measure, above):
 def _bisect(holds, low, high):
     """Return the largest float with a key in [low, high) for which `holds(float)` is true.
 
-    The search bisects the keys. `holds` must be true at low, and false above any float for which it
-    is false.
+    The search bisects the keys. `holds` must be true for the key `low`. If `holds` is false for a
+    float, it must be false for all larger floats.
     """
 
     def middle(low, high):
@@ -415,7 +422,7 @@ def _bisect(holds, low, high):
 
 
 def _order_key(x):
-    """Return int32 keys in the order of the floats; both zeros have the same key."""
+    """Return int32 keys that order like the floats; -0.0 and 0.0 have the same key."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

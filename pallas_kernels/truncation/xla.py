@@ -38,14 +38,14 @@ def truncation_threshold(
 
 
 def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Return uint32 keys in the order of the floats; -0.0 and 0.0 have the same key."""
+    """Return uint32 keys that order like the floats; -0.0 and 0.0 have the same key."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _from_bits(keys: UInt32[Array, "B"]) -> Float32[Array, "B"]:
-    """Return the floats of keys from `_ordered_bits`; minus infinity for lower keys."""
+    """Convert keys of `_ordered_bits` back to floats; keys below all floats give minus infinity."""
     sign = jnp.uint32(0x80000000)
     bits = jnp.where(keys >= sign, keys ^ sign, ~jnp.maximum(keys, ~_NEGATIVE_INFINITY))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -56,8 +56,9 @@ def _largest_threshold(
 ) -> UInt32[Array, "B"]:
     """Return the largest key for which `holds` is true, found one bit at a time from the top.
 
-    `holds` must be true at 0, and false above any key for which it is false. The search always
-    takes 32 rounds. A fixed number lets a GPU run the loop without a round trip to the host.
+    `holds` must be true for the key 0. If `holds` is false for a key, it must be false for all
+    larger keys. The search always takes 32 rounds: with a fixed number, a GPU runs the loop without
+    a round trip to the host.
     """
 
     def narrow(step: Int32[Array, ""], found: UInt32[Array, "B"]) -> UInt32[Array, "B"]:
@@ -89,12 +90,13 @@ def _top_p_threshold(
 
 
 def _exact_sum(weights: Float32[Array, "B V"]) -> Float32[Array, "B"]:
-    """Return each row's sum of weights in [0, 1], with a result that no order of addition changes.
+    """Return each row's sum of weights from 0 to 1, independent of the order of addition.
 
-    The order of a float sum depends on the compiler and on the batch size B. A token at the
-    threshold of top-p could then be kept in one batch and removed in another. This function
-    therefore splits each weight into fixed-point digits and sums the digits as integers. Digits are
-    so small that V of them add up within 32 bits. All digits together have at least 36 bits.
+    The order in which XLA adds floats depends on the compiler and on the batch size B. With a float
+    sum, a token at the threshold of top-p could be kept in one batch and removed in another. This
+    function therefore splits each weight into fixed-point digits, and sums the digits as integers.
+    A digit is so small that the sum of V digits fits in 32 bits. The digits of a weight have at
+    least 36 bits together.
     """
     bits = 32 - weights.shape[1].bit_length()
     total, rest = jnp.zeros_like(weights[:, 0]), weights

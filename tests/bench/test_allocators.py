@@ -22,13 +22,13 @@ from jpaged.observe.pool_report import memory_report
 
 
 class NaiveBuddies:
-    """A model of the buddy allocator that finds free ranges by trying every range."""
+    """A simple buddy allocator for comparison, which tries every range to find the free ones."""
 
     def __init__(self, size: int):
         self.size, self.taken = size, dict[int, int]()
 
     def ranges(self, length: int) -> list[int]:
-        """Return the starts of all ranges of `length` within one root range."""
+        """Return the starts of all ranges of `length` that lie in one of the root ranges."""
         return [
             start
             for root, root_length in self.root_ranges()
@@ -37,7 +37,7 @@ class NaiveBuddies:
         ]
 
     def root_ranges(self) -> list[tuple[int, int]]:
-        """Return the ranges whose lengths are powers of two and sum to the size, longest first."""
+        """Divide the pool into ranges with different powers of two as lengths, longest first."""
         found, start = [], 0
         for bit in reversed(range(self.size.bit_length())):
             if self.size & 1 << bit:
@@ -49,7 +49,7 @@ class NaiveBuddies:
         return all(start + length <= s or s + n <= start for s, n in self.taken.items())
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Return the free ranges that lie in no longer free range."""
+        """Return the free ranges that are not part of a longer free range."""
         found, length = [], 1 << self.size.bit_length()
         while length := length // 2:
             for start in self.ranges(length):
@@ -80,7 +80,7 @@ def test_buddy_allocator_splits_and_joins_like_a_naive_model(
     assert buddies.longest == max(n for _, n in naive.root_ranges())
     for is_taking, number in moves:
         if is_taking:
-            length = 1 + number % 20 // (1 + number % 3)  # short ones more often
+            length = 1 + number % 20 // (1 + number % 3)  # short ranges are more frequent
             expected = naive.allocate(length)
             assert buddies.fits(length) == (expected is not None)
             if expected is None:
@@ -126,7 +126,7 @@ def step(scheduler: Scheduler) -> None:
     ("system", "reserved"),
     [("orca_max", 64), ("orca_pow2", 10 + 16), ("orca_oracle", 10 + 9), ("fastertransformer", 64)],
 )
-def test_request_reserves_blocks_as_its_system_does(system: str, reserved: int):
+def test_request_reserves_as_many_blocks_as_in_the_paper(system: str, reserved: int):
     scheduler = make_scheduler(system)
     manager = scheduler.block_manager
     scheduler.add(make_request(0, 10, 9))
@@ -136,7 +136,7 @@ def test_request_reserves_blocks_as_its_system_does(system: str, reserved: int):
     blocks = -(-reserved // BLOCK_SIZE)
     assert (held.num_slots, held.num_blocks) == (reserved, blocks)
     assert scheduler.unfinished_requests[0].live_sequences[0].block_table == [1, 2, 3]
-    # 10 tokens are computed; the last of 19 is never computed.
+    # 10 tokens are computed. The request has 19 tokens, of which the last is never computed.
     rounded = held.num_rounded_blocks * BLOCK_SIZE
     states = token_states(manager, memory_report(scheduler), is_full=False)
     assert states == (10, 8, reserved - 18, rounded - reserved, 256 - rounded)
@@ -158,8 +158,9 @@ def test_paged_manager_reserves_no_slots():
     assert states == (10, 2, 0, 256 - 12, 0)
 
 
-def test_fastertransformer_batch_admits_nothing_until_all_its_requests_end():
-    scheduler = make_scheduler("fastertransformer", num_blocks=33)  # two ranges of 16 blocks
+def test_fastertransformer_admits_no_request_until_the_whole_batch_ends():
+    # The pool has room for two ranges of 16 blocks.
+    scheduler = make_scheduler("fastertransformer", num_blocks=33)
     for name, output in enumerate((3, 6, 2)):
         scheduler.add(make_request(name, 5, output))
     running = []
@@ -173,7 +174,7 @@ def test_fastertransformer_batch_admits_nothing_until_all_its_requests_end():
     assert not manager.reservations
 
 
-def test_decoding_fastertransformer_batch_admits_nothing_despite_free_memory():
+def test_fastertransformer_admits_no_request_while_a_batch_decodes_despite_free_memory():
     scheduler = make_scheduler("fastertransformer")  # four ranges
     scheduler.add(make_request(0, 5, 4))
     step(scheduler)
@@ -183,8 +184,9 @@ def test_decoding_fastertransformer_batch_admits_nothing_despite_free_memory():
         assert len(scheduler.waiting) == num_waiting
 
 
-def test_fastertransformer_batch_fills_memory_over_several_prefill_steps():
-    scheduler = make_scheduler("fastertransformer")  # four ranges, 128 tokens a step
+def test_fastertransformer_batch_admits_requests_during_several_prefill_steps():
+    # The pool has room for four ranges, and a step computes up to 128 tokens.
+    scheduler = make_scheduler("fastertransformer")
     for name in range(5):
         scheduler.add(make_request(name, 50, 9))
     running = []
@@ -214,7 +216,7 @@ def test_integrity_check_finds_a_block_table_outside_its_range():
 def test_managers_refuse_unsupported_settings_and_requests():
     with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
         make_manager("orca_max", 16, 4, 64, prefix_caching=False)
-    with pytest.raises(ValueError, match="'orca' is unknown: give one of fastertransformer"):
+    with pytest.raises(ValueError, match="'orca' is unknown: pass one of fastertransformer"):
         make_manager("orca", 65, 4, 64, prefix_caching=False)
     for system in SYSTEMS:
         if system != "ours":
@@ -229,4 +231,4 @@ def test_managers_refuse_unsupported_settings_and_requests():
     assert plan is not None
     ((failed, error),) = plan.failed
     assert failed is request
-    assert "make each a request of its own" in str(error)
+    assert "make each sequence a request" in str(error)

@@ -19,7 +19,7 @@ def row(case: str, ms: float, **more: object) -> dict:
     return {"case": case, "model": "m", "ms": ms, "vllm": 1.0, "reached": True, **more}
 
 
-def test_rows_are_matched_by_name_and_large_changes_marked():
+def test_compared_rows_are_matched_by_name_and_large_changes_are_marked():
     lines = compare(document(row("C", 2.0), row("D", 4.0)), document(row("D", 4.1), row("C", 3.0)))
     assert [(x["row"], x["figure"], x["before"], x["after"]) for x in lines] == [
         ("C, m", "ms", 2.0, 3.0),
@@ -30,14 +30,14 @@ def test_rows_are_matched_by_name_and_large_changes_marked():
     assert [x["changed"] for x in compare(document(row("D", 4.0)), document(row("D", 4.1)), 0.01)]
 
 
-def test_rows_with_different_settings_are_compared_apart():
+def test_rows_with_different_settings_are_not_compared_with_each_other():
     rows = [row("C", 1.0, batch=1), row("C", 2.0, batch=8)]
     lines = compare(document(*rows), document(*rows[::-1]))
     assert [x["row"] for x in lines] == ["C, m, batch 1", "C, m, batch 8"]
     assert [x["changed"] for x in lines] == ["", ""]
 
 
-def test_rows_of_one_name_are_matched_in_order_and_missing_rows_shown():
+def test_rows_with_equal_names_are_matched_in_order_and_missing_rows_are_shown():
     lines = compare(document(row("C", 1.0), row("C", 0.0)), document(row("C", 1.0)))
     assert [(x["row"], x["after"], x["changed"]) for x in lines] == [
         ("C, m", 1.0, ""),
@@ -47,12 +47,12 @@ def test_rows_of_one_name_are_matched_in_order_and_missing_rows_shown():
     assert (line["ratio"], line["changed"]) == (None, "from 0")
 
 
-def test_rows_are_matched_across_commits():
+def test_compared_rows_may_be_from_different_commits():
     before, after = document(row("C", 1.0, commit="a")), document(row("C", 2.0, commit="b"))
     assert [(x["row"], x["changed"]) for x in compare(before, after)] == [("C, m", "+100.0%")]
 
 
-def test_recording_some_rows_keeps_the_other_rows(tmp_path: Path):
+def test_recording_some_rows_keeps_the_other_recorded_rows(tmp_path: Path):
     first = record("latency", [row("C", 1.0), row("D", 2.0)], folder=tmp_path)
     old = json.loads(first.read_text())
     for kept in old["rows"]:

@@ -1,4 +1,4 @@
-"""Compare the contiguous decoder with the engine, and test how it reuses its slots."""
+"""Compare the contiguous decoder with the engine, and test how it reuses rows of the cache."""
 
 import json
 from collections import Counter
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
 ONE_PREFILL: dict[str, Any] = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64}
-"""Options of a decoder with one prefill program, for prompts up to 64 tokens."""
+"""Options of a decoder that needs only one prefill program, for prompts of up to 64 tokens."""
 ONE_STEP: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
 
 
@@ -68,7 +68,7 @@ def requests(vocab_size: int, count: int = 20) -> tuple[list[list[int]], list[in
 @pytest.mark.parametrize(
     "family", [pytest.param("opt, norms last", marks=pytest.mark.full), "qwen3, windows"]
 )
-def test_decoder_gives_the_engines_tokens(
+def test_contiguous_decoder_generates_the_same_tokens_as_the_engine(
     family: str, kept_engines: Callable[..., Engine], tmp_path: Path
 ):
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
@@ -84,7 +84,9 @@ def test_decoder_gives_the_engines_tokens(
 
 
 @pytest.mark.full
-def test_launches_of_several_steps_give_the_engines_tokens(kept_engines: Callable[..., Engine]):
+def test_launches_of_several_steps_generate_the_same_tokens_as_the_engine(
+    kept_engines: Callable[..., Engine],
+):
     options = ENGINE | {"max_model_len": 256}
     engine = kept_engines(skip_tokenizer_init=True, num_blocks=129, **options)
     prompts, most = requests(engine.vocab_size)
@@ -96,7 +98,10 @@ def test_launches_of_several_steps_give_the_engines_tokens(kept_engines: Callabl
 
 
 def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
-    """Yield the requests that end at each step, and check that no slot is shared."""
+    """Serve the requests; after each step, yield those that ended, and check the running ones.
+
+    Each running request must have a row of its own.
+    """
     for request in given:
         decoder.add(request)
     while decoder.num_unfinished:
@@ -107,7 +112,7 @@ def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_slots_are_reused_immediately_or_after_a_static_batch(batching: str, tiny: Model):
+def test_free_rows_are_reused_immediately_or_after_the_static_batch(batching: str, tiny: Model):
     decoder = Decoder(tiny, batching, **ONE_STEP)
     given = [Request([65 + i], 40 if i == 0 else 3) for i in range(20)]
     turns = list(drive(decoder, given))
@@ -129,14 +134,14 @@ def test_static_batch_has_the_width_of_its_longest_request(tiny: Model):
     assert Decoder(tiny, "slabs", widths=(64, 96), **ONE_PREFILL).widths == (128,)
 
 
-def test_slot_length_stops_at_its_limit(tiny: Model):
+def test_row_of_the_cache_stops_growing_at_its_limit(tiny: Model):
     stops = np.array([0, 2, 9, 0, 0, 0, 0, 0], np.int32)
     cache, tokens = tiny.program(8, 128, 4)(tiny.leaves, tiny.empty(8, 128), stops)
     assert cache.lens.tolist() == [0, 2, 4, 0, 0, 0, 0, 0]
     assert tokens.shape == (4, 8)
 
 
-def test_decoder_uses_only_its_slots_and_clear_empties_them(tiny: Model):
+def test_decoder_runs_at_most_num_slots_requests_and_clear_drops_them(tiny: Model):
     prompts, most = requests(512, 6)
     expected = Decoder(tiny, "slabs", **ONE_STEP).generate(prompts, most)
     few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2, "launch_steps": (1, 4)}
@@ -149,7 +154,7 @@ def test_decoder_uses_only_its_slots_and_clear_empties_them(tiny: Model):
     assert decoder.generate(prompts, most) == expected
 
 
-def test_steps_are_launched_singly_while_a_slot_is_free_for_arrivals(tiny: Model):
+def test_decoder_launches_single_steps_while_a_row_is_free_for_arrivals(tiny: Model):
     sizes: list[int] = []
     for count in (7, 8):
         decoder = Decoder(tiny, "slabs", launch_steps=(1, 4), arrivals=True, **ONE_PREFILL)
@@ -158,7 +163,7 @@ def test_steps_are_launched_singly_while_a_slot_is_free_for_arrivals(tiny: Model
     assert sizes[1] < sizes[0]
 
 
-def test_end_token_frees_its_slot(tiny: Model):
+def test_end_token_frees_the_row_of_the_request(tiny: Model):
     prompt = [65, 66, 67]
     (whole,) = Decoder(tiny, "slabs", **ONE_STEP).generate([prompt], [30])
     end = next(token for token in whole if whole.index(token) > 1)
@@ -175,7 +180,7 @@ def test_end_token_frees_its_slot(tiny: Model):
     ("prompt", "max_tokens", "name"),
     [([], 4, "prompt"), ([512], 4, "prompt"), ([65], 0, "max_tokens"), ([65], 128, "max_tokens")],
 )
-def test_invalid_request_is_refused_by_field(
+def test_error_for_an_invalid_request_names_the_field(
     prompt: list[int], max_tokens: int, name: str, tiny: Model
 ):
     decoder = Decoder(tiny, "static", **ONE_PREFILL)
@@ -188,7 +193,7 @@ def test_invalid_request_is_refused_by_field(
     ("name", "value"),
     [("batching", "paged"), ("num_slots", 0), ("max_len", 4096), ("launch_steps", (4,))],
 )
-def test_invalid_decoder_option_is_refused_by_name(name: str, value: Any, tiny: Model):
+def test_error_for_an_invalid_decoder_option_names_the_option(name: str, value: Any, tiny: Model):
     options: dict[str, Any] = {"batching": "slabs", **ONE_PREFILL, name: value}
     with pytest.raises(ValueError, match=rf"^{name}="):
         Decoder(tiny, **options)

@@ -67,7 +67,7 @@ def made_up_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def test_fit_recovers_the_coefficients_of_made_up_rows():
+def test_fit_recovers_the_coefficients_of_synthetic_rows():
     found = fit_rows(made_up_rows())
     assert found.mean_error < 1e-3
     assert max(abs(point.error) for point in found.points) < 0.01
@@ -88,7 +88,8 @@ def test_fit_finds_the_slowdown_of_each_block_size():
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
         [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
-    assert len(found.points) == len(made_up_rows())  # attention rows are not steps
+    # The rows of attention kernels do not become points.
+    assert len(found.points) == len(made_up_rows())
     fitted = replace(model, coefficients=by)
     more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
     assert more == pytest.approx(2 * fitted.kv_seconds(work))
@@ -104,8 +105,8 @@ def test_fit_of_the_recorded_steps_has_small_errors():
 @pytest.mark.parametrize(
     ("shape", "case"), [("llama-3.1-8b", "A"), ("llama-3.1-8b", "B"), ("qwen3-0.6b", "B")]
 )
-def test_modelled_runs_take_as_long_as_recorded(shape: str, case: str):
-    """Check cases A and B of `bench.throughput`, which the fit does not use."""
+def test_modelled_runs_take_as_long_as_recorded_runs(shape: str, case: str):
+    """Compare with cases A and B of `bench.throughput`, which the fit does not use."""
     path = RECORDED.parent.parent / "results" / "throughput_nvidia-h200.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     of_case = (row for row in rows if (row["case"], row["model"]) == (case, shape))
@@ -116,7 +117,7 @@ def test_modelled_runs_take_as_long_as_recorded(shape: str, case: str):
 
 
 def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
-    """Return the modelled seconds of `Engine.generate` with these lengths."""
+    """Return the modelled seconds of `Engine.generate` for prompts and outputs of these lengths."""
     scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
     padding, seq_id_counter = Padding(make_buckets(256, 8192)), count()
     for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -129,7 +130,7 @@ def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float
     return seconds
 
 
-def test_step_time_results_replace_the_recorded_rows(
+def test_results_of_step_times_replace_the_rows_in_recorded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rows = made_up_rows()
@@ -167,7 +168,9 @@ def test_other_gpus_are_scaled_by_their_peak_rates():
         ("opt-175b", 346e9, 264, 60_100),
     ],
 )
-def test_opt_shapes_have_the_papers_sizes(shape: str, weights: float, kv_gib: int, slots: int):
+def test_opt_shapes_have_the_sizes_that_the_paper_states(
+    shape: str, weights: float, kv_gib: int, slots: int
+):
     model = MODELS[shape]
     params = model.num_layers * model.layer_params + model.head_params
     assert 2 * params == pytest.approx(weights, rel=0.02)
@@ -175,9 +178,9 @@ def test_opt_shapes_have_the_papers_sizes(shape: str, weights: float, kv_gib: in
 
 
 def test_unknown_shape_gpu_or_gpu_count_is_refused():
-    with pytest.raises(ValueError, match="shape 'opt' is unknown: give one of opt-13b"):
+    with pytest.raises(ValueError, match="shape 'opt' is unknown: pass one of opt-13b"):
         device_model("opt")
-    with pytest.raises(ValueError, match="gpu 'a100' is unknown: give one of h200"):
+    with pytest.raises(ValueError, match="gpu 'a100' is unknown: pass one of h200"):
         device_model("opt-13b", "a100")
     with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
         device_model("opt-13b", num_gpus=0)

@@ -21,7 +21,7 @@ from jpaged.core.plan import StepPlan
 from jpaged.engine.startup import EngineParts, build_parts
 from jpaged.runtime.buckets import make_buckets
 
-# The options of the end-to-end tests, so that all tests share compiled programs.
+# The same options as in the end-to-end tests, so that all tests share the compiled programs.
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
 NUM_BLOCKS = 128
 
@@ -42,7 +42,7 @@ def make_trace(rate: float, seconds: float) -> list[TraceRequest]:
 @pytest.mark.parametrize(
     "system", ["orca_oracle", pytest.param("fastertransformer", marks=pytest.mark.full)]
 )
-def test_contiguous_allocators_give_the_same_tokens(
+def test_engine_generates_the_same_tokens_with_contiguous_allocators(
     system: str, servers: Callable[..., Server], kept_engines: Callable[..., Engine]
 ):
     rng = np.random.RandomState(0)
@@ -91,7 +91,7 @@ def test_engine_serves_a_trace_in_real_time(
 
 
 class Clock:
-    """A clock that advances only when the engine waits."""
+    """A replacement of `time` whose clock advances only while the engine waits or sleeps."""
 
     def __init__(self, start: float):
         self.now = start
@@ -100,11 +100,11 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-9)  # a sleep of 0 s must advance too
+        self.now += max(seconds, 1e-9)  # Time must advance even if the sleep takes 0 s.
 
 
 class ModelledRunner:
-    """A model runner whose steps take the device model's time on a `Clock`."""
+    """A model runner whose steps take, on a `Clock`, the time that the device model predicts."""
 
     def __init__(self, runner: Any, clock: Clock):
         self._runner, self._clock, self._free = runner, clock, 0.0
@@ -138,14 +138,17 @@ FULL = [pytest.param(it, marks=pytest.mark.full) for it in ("orca_oracle", "fast
 
 
 @pytest.mark.parametrize("system", ["ours", *FULL])
-def test_simulator_gives_the_engines_request_times(
+def test_simulator_and_engine_have_the_same_request_times(
     system: str, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Serve one trace in both with the same step times and no host time."""
+    """The engine and the simulator serve the same trace with the same step times.
+
+    The host's work takes no time in either.
+    """
     clock = Clock(time.monotonic())
 
     def build_modelled(config: EngineConfig) -> EngineParts:
-        """Let the scheduler use only 20 blocks of the pool."""
+        """Return the parts of an engine whose scheduler uses only 20 blocks of the pool."""
         parts = build_parts(config)
         few = dataclasses.replace(parts.runtime_config, num_blocks=21)
         runner = ModelledRunner(parts.runner, clock)
@@ -169,7 +172,7 @@ def test_simulator_gives_the_engines_request_times(
     assert real.memory == pytest.approx(simulated.memory, abs=3)
 
 
-def test_giving_up_leaves_the_server_idle(servers: Callable[..., Server]):
+def test_server_is_idle_after_a_run_that_gives_up(servers: Callable[..., Server]):
     server, trace = servers("orca_oracle"), make_trace(60, 0.4)
     run = run_on_engine(server, trace, give_up_at=1e-6)
     assert run.gave_up
@@ -187,4 +190,5 @@ def test_next_conversation_round_includes_the_previous_answer(servers: Callable[
     assert work.prompt(1) == [*before[:40], 7, 8, 9, *before[43:]]
     assert work.prompt(0) == before[:40]
     run = run_on_engine(servers("ours", prefix_caching=True), rounds)
-    assert run.num_hit_tokens == 64  # four blocks of 16, of 69 computed tokens
+    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    assert run.num_hit_tokens == 64

@@ -1,4 +1,4 @@
-"""Test the headline benchmark, the contiguous decoder under arrivals and the paging-cost rows."""
+"""Test the headline benchmark, the contiguous decoder with a trace, and the cost of paging."""
 
 import json
 import time
@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.mark.parametrize("batching", ["static", "slabs"])
 def test_decoder_serves_a_trace_as_requests_arrive(batching: str, tiny: Model):
     decoder = Decoder(tiny, batching, num_slots=2, **DECODER)
-    decoder.generate([[1]], [2])  # compiles
+    decoder.generate([[1]], [2])  # compiles the programs
     trace = [TraceRequest(arrival, 3, 10) for arrival in (0.0, 0.01, 0.2)]
     start = time.monotonic()
     served = run_on_decoder(decoder, trace)
@@ -57,11 +57,11 @@ def test_decoder_gives_up_above_the_latency_limit(tiny: Model):
     assert decoder.num_unfinished == 0
 
 
-def test_sustained_rate_is_where_each_seeds_latency_jumps():
+def test_sustained_rate_is_the_rate_at_which_latency_exceeds_the_threshold():
     def serve(trace: Sequence[TraceRequest], give_up_at: float | None) -> Served:
         seconds = 20.0 if give_up_at is None else trace[-1].arrival
         rate = len(trace) / seconds
-        # The latency jumps at 10 requests a second.
+        # The latency jumps from 0.1 to 0.9 s per token at 10 requests per second.
         return Served(0.1 if rate < 10 else 0.9, 10 * rate, rate / 2, seconds, gave_up=rate >= 10)
 
     settings = Settings(seeds=(0, 1, 2), tolerance=0.02)
@@ -73,7 +73,7 @@ def test_sustained_rate_is_where_each_seeds_latency_jumps():
     assert row["threshold_s"] == 0.2
 
 
-def test_interrupted_search_reuses_its_recorded_runs(tmp_path: Path):
+def test_interrupted_search_reuses_recorded_runs(tmp_path: Path):
     served = []
 
     def serve(trace: Sequence[TraceRequest], limit: float | None) -> Served:
@@ -92,7 +92,7 @@ def test_interrupted_search_reuses_its_recorded_runs(tmp_path: Path):
     assert len(served) == 4
 
 
-def test_ratios_compare_systems_on_the_same_lengths():
+def test_ratios_compare_systems_with_the_same_lengths():
     rows = [
         {"lengths": "sharegpt", "system": "ours", "sustained_per_s": 6.0},
         {"lengths": "sharegpt", "system": "orca_max", "sustained_per_s": 2.0},
@@ -103,7 +103,7 @@ def test_ratios_compare_systems_on_the_same_lengths():
     assert [row["to_reach"] for row in found] == [None, 2.7, None]
 
 
-def test_paging_cost_compares_with_the_faster_contiguous_batching():
+def test_paging_cost_is_relative_to_the_faster_contiguous_batching():
     seconds = {("A", "engine"): [3.3, 3.0], ("A", "static"): [4.0], ("A", "slabs"): [3.0]}
     answers = {("A", "engine"): [[1, 2], [3]], ("A", "slabs"): [[1, 2], [4]], ("A", "static"): []}
     row = paging_cost.row_of("embedded", "A", seconds, answers)
@@ -114,22 +114,22 @@ def test_paging_cost_compares_with_the_faster_contiguous_batching():
 
 
 @pytest.mark.full
-def test_every_system_gives_the_same_answers():
+def test_engine_and_contiguous_decoder_give_the_same_answers():
     setting = paging_cost.Setting("embedded", ("A",), 0.01, repeats=1, num_seqs=4, max_len=256)
     found = [paging_cost.time_system(name, setting)["A"] for name in ("engine", *BATCHINGS)]
     assert all(times.answers == found[0].answers for times in found)
-    assert [len(times.seconds) for times in found] == [1, 1, 1]  # the first run warms up
+    assert [len(times.seconds) for times in found] == [1, 1, 1]  # without the first run (warm-up)
 
 
 @pytest.mark.parametrize("case", paging_cost.CASES)
-def test_requests_of_a_case_fit_max_len(case: str):
+def test_requests_of_a_case_have_at_most_max_len_tokens(case: str):
     work = paging_cost.work_of(case, 0.1, 100, 512, seed=0)
     assert len(work.prompts) == len(work.outputs) > 0
     pairs = zip(work.prompts, work.outputs, strict=True)
     assert all(len(prompt) + output <= 512 and output >= 1 for prompt, output in pairs)
 
 
-def test_other_systems_need_the_threshold_of_jpaged_first(
+def test_systems_cannot_be_measured_before_jpaged_sets_the_threshold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     given = ["--quick", "--system", "orca_max", "--lengths", "alpaca", "--output", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Test that the host-time benchmark counts every part of a step on the null device."""
+"""Test that the benchmark of the host's time measures every part of a step."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def test_every_part_of_a_generation_outside_steps_has_a_time():
     assert all(ms > 0 for ms in found.values())
 
 
-def test_time_of_a_part_excludes_its_inner_parts():
+def test_time_of_a_part_excludes_nested_parts():
     clock = Clock(iter([0.0, 1.0, 5.0, 7.0]).__next__)
     clock.timed("outer", clock.timed("inner", list))()
     assert clock.take() == {"inner": 4.0, "outer": 3.0}

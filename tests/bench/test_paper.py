@@ -32,7 +32,7 @@ from bench.paper.traces import TraceRequest
 
 
 def run_figure(number: str, folder: Path) -> dict[str, Any]:
-    """Run a figure's quick simulation, check its picture and return its JSON."""
+    """Make a figure by a quick simulation, check its picture, and return its JSON."""
     cli.main(["--figure", number, "--quick", "--processes", "1", "--out", str(folder)])
     (path,) = folder.glob("*.json")
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -42,27 +42,28 @@ def run_figure(number: str, folder: Path) -> dict[str, Any]:
     (picture,) = folder.glob("*.png")
     pixels = image.imread(picture)
     assert pixels.shape[1] > 400
-    assert 0.02 < float((pixels[..., :3].min(axis=-1) < 0.9).mean()) < 0.9, "neither blank nor full"
+    is_drawn = pixels[..., :3].min(axis=-1) < 0.9
+    assert 0.02 < float(is_drawn.mean()) < 0.9, "the picture is neither empty nor covered"
     assert picture.stat().st_size < 150_000
     return document
 
 
 def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
-    """Return each row's `ours`, keyed by the named cells of the row."""
+    """Return the value of `ours` of each row; the keys are the row's values of `names`."""
     rows = document["rows"]
     found = {tuple(row[name] for name in names): row["ours"] for row in rows}
-    assert len(found) == len(rows), f"{names} do not tell rows apart"
+    assert len(found) == len(rows), f"several rows have the same {names}"
     return found
 
 
 def rates(document: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Check each curve against its threshold and return the sustained rates by panel and system."""
+    """Check each latency curve against the threshold; return the rates by panel and by system."""
     found = {}
     for panel in document["panels"]:
         for sustained in panel["systems"].values():
             latencies = dict(map(tuple, sustained["curve"]))
             assert latencies[sustained["rate"]] < sustained["threshold"]
-            assert max(latencies.values()) >= sustained["threshold"], "the knee was passed"
+            assert max(latencies.values()) >= sustained["threshold"], "the curve ends too early"
             assert len(latencies) >= 3
         systems = panel["systems"].items()
         found[panel["panel"]] = {name: sustained["rate"] for name, sustained in systems}
@@ -76,7 +77,7 @@ def test_table_1_matches_the_paper(tmp_path: Path):
     assert document["device"] == "no device"
 
 
-def test_figure_1_shows_why_paging_batches_more(tmp_path: Path):
+def test_figure_1_paging_holds_less_memory_per_request(tmp_path: Path):
     document = run_figure("1", tmp_path)
     by_system: dict[str, list[dict]] = {}
     for row in document["rows"]:
@@ -85,13 +86,13 @@ def test_figure_1_shows_why_paging_batches_more(tmp_path: Path):
     most, ours = by_system["Orca (Max)"], by_system["jpaged"]
     for reserved, paged in zip(most, ours, strict=True):
         assert paged["KV memory held, %"] < 0.5 * reserved["KV memory held, %"]
-        # Each request reserves 128 of 981 blocks.
+        # Orca (Max) reserves 128 of 981 blocks for each request.
         held = 100 * 128 / 981 * reserved["batch"]
         assert reserved["KV memory held, %"] == pytest.approx(held, rel=0.1)
     assert ours[-1]["ours"] > 4 * ours[0]["ours"], "throughput grows with the batch"
 
 
-def test_figure_2_accounts_for_all_memory(tmp_path: Path):
+def test_figure_2_shares_add_up_to_at_most_the_whole_memory(tmp_path: Path):
     shares = cells(run_figure("2", tmp_path), "lengths", "system", "share")
     systems = ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "jpaged"]
     names = list(figures_memory.SHARE_LABELS.values())
@@ -109,13 +110,13 @@ def test_figure_2_accounts_for_all_memory(tmp_path: Path):
         assert share == pytest.approx(formula, rel=0.25)
 
 
-def test_figure_11_has_the_papers_means(tmp_path: Path):
+def test_figure_11_has_the_mean_lengths_of_the_paper(tmp_path: Path):
     rows = run_figure("11", tmp_path)["rows"]
     assert [row["ratio"] for row in rows] == pytest.approx([1.0] * 4, rel=0.12)
     assert all(row["median"] < row["ours"] for row in rows)
 
 
-def test_measured_rates_are_kept_for_runs_with_the_same_settings(
+def test_measured_rates_are_stored_and_reused_with_the_same_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     found = measures.Sustained(2.0, 1.5, 2.5, 0.1, ((1.0, 0.05), (2.0, 0.09)), (1.8, None))
@@ -138,7 +139,7 @@ def test_figure_12_jpaged_sustains_the_highest_rate(tmp_path: Path):
     for systems in rates(document).values():
         assert list(systems) == list(published.SYSTEMS)
         assert systems["ours"] >= 0.95 * max(systems.values())
-        # The search of a quick run is exact to a factor of 1.5.
+        # The search of a quick run is only accurate to a factor of 1.5.
         assert systems["fastertransformer"] <= 1.5 * min(systems.values())
         assert systems["orca_max"] <= systems["orca_oracle"]
     assert document["device"] == "simulated NVIDIA H200"
@@ -195,7 +196,7 @@ def test_figure_18a_times_two_kernels_or_reports_not_measured(
 ):
     document = run_figure("18a", tmp_path / "quick")
     assert document["device"] == "cpu"
-    assert "to see that it runs" in document["notes"][0]
+    assert "as a smoke test" in document["notes"][0]
     for row in document["rows"]:
         assert min(row["paged us"], row["contiguous us"]) > 0
         overhead = 100 * (row["paged us"] / row["contiguous us"] - 1)
@@ -296,22 +297,23 @@ def test_systems_are_measured_at_their_simulated_sustained_rates(
 
 
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
-def test_search_finds_the_knee_from_either_side(knee: float, guess: float):
+def test_search_finds_the_rate_at_the_threshold_from_either_side(knee: float, guess: float):
     rate, tried = measures.search(lambda rate: rate / knee, 1.0, guess, 1.25, 0.02)
     assert knee / 1.02 <= rate < knee
     assert all(latency == at / knee for at, latency in tried.items())
     assert len(tried) < 25
 
 
-def test_search_without_a_crossing_raises():
-    with pytest.raises(ValueError, match="never crosses 1 s a token, from 2/s"):
+def test_search_raises_if_the_latency_does_not_cross_the_threshold():
+    with pytest.raises(ValueError, match="does not cross 1 s per token at rates around 2 "):
         measures.search(lambda rate: 0.5, 1.0, 2.0, 1.25, 0.02)
 
 
-def test_growing_queue_bounds_the_excess_of_a_sustained_rate():
+def test_most_excess_bounds_the_error_of_a_measured_rate():
     threshold, seconds = 0.5, 100.0
 
-    def latency_at(rate: float) -> float:  # of 10 tokens a request, served first come at 5 a second
+    # Requests have 10 tokens each, and are served in order of arrival, 5 requests per second.
+    def latency_at(rate: float) -> float:
         num_waiting_at_end = seconds * (rate - 5)
         return (0.2 + max(num_waiting_at_end, 0) / 5 / 2) / 10
 
@@ -324,12 +326,14 @@ def test_growing_queue_bounds_the_excess_of_a_sustained_rate():
 
 
 @pytest.mark.parametrize(("threshold", "rate"), [(1.0, 3.0), (30.0, None), (0.01, None)])
-def test_crossing_interpolates_between_points(threshold: float, rate: float | None):
+def test_crossing_of_a_threshold_is_interpolated_between_points(
+    threshold: float, rate: float | None
+):
     curve = ((1.0, 0.1), (2.0, 0.1), (4.0, 10.0), (5.0, 20.0))
     assert measures.crossing(curve, threshold) == pytest.approx(rate)
 
 
-def test_ratio_to_a_range_is_one_inside_it():
+def test_ratio_to_a_range_is_1_inside_the_range():
     assert compared(4.0, 3.0) == {"paper": "4", "ours": 3.0, "ratio": 0.75}
     assert compared((1.7, 2.7), 2.0)["ratio"] == 1.0
     assert compared((1.7, 2.7), 3.4)["ratio"] == pytest.approx(3.4 / 2.7)
@@ -353,8 +357,8 @@ def test_infinite_and_nan_figures_become_null_in_json(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--figure", "3"], r"--figure 3: not a figure; give of all, table1, 1, 2, 11"),
-        (["--figure", "12", "x"], r"--figure x: not a figure"),
+        (["--figure", "3"], r"--figure 3: unknown figure; pass some of all, table1, 1, 2, 11"),
+        (["--figure", "12", "x"], r"--figure x: unknown figure"),
         (["--figrue", "12"], "error: unknown option --figrue: did you mean --figure\\?$"),
         (["--figure", "agreement"], "--figure agreement compares .*: add --device"),
         (["--figure", "knees_alpaca"], "--figure knees_alpaca compares .*: add --device"),
@@ -368,7 +372,7 @@ def test_infinite_and_nan_figures_become_null_in_json(tmp_path: Path):
         (["--figure", "2", "--seeds", "-1"], "--seeds"),
         (["--figure", "12", "--models", "7b"], "--models: invalid choice: '7b'"),
         (["--figure", "12", "--keep", "a"], "--keep a needs rates measured on a device"),
-        (["--figure", "12", "--device", "--keep", "/absent/a"], "no folder /absent; make it first"),
+        (["--figure", "12", "--device", "--keep", "/absent/a"], "folder /absent; create it first"),
         (["--figure", "12", "--tolerance", "1"], "must be less than 1, not '1'"),
         (["--figure", "12", "--models", "66b", "--device"], "--device and --quick need 13b"),
         (["--figure", "2", "--alpaca", "/absent.jsonl"], "cannot read the trace file '/absent"),
@@ -415,7 +419,7 @@ def test_progress_counts_finished_runs(num_processes: int, capsys: pytest.Captur
         measures.run_all(math.sqrt, [9, -1, 1], settings, "roots")
 
 
-def test_progress_in_a_pipe_prints_rare_lines_with_an_estimate(
+def test_progress_without_a_terminal_prints_lines_at_growing_intervals(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     now = 0

@@ -17,7 +17,7 @@ def make_event(name: str, start: float, duration: float, *, pid: int = 1, tid: i
 
 
 def write_trace(folder: Path, *kernels: dict) -> None:
-    """Write a trace of two devices with equal kernels, of XLA operations and of the host."""
+    """Write a trace file: two devices with the same kernels, XLA operations, and host events."""
 
     def named(kind: str, name: str, **place: int) -> dict:
         return {"ph": "M", "name": kind, "args": {"name": name}, **place}
@@ -41,7 +41,7 @@ def write_trace(folder: Path, *kernels: dict) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMATS])
-def test_profile_reports_kernels_and_floor_per_step_of_each_format(
+def test_profile_reports_kernels_and_the_lower_bound_of_a_step_by_format(
     form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     made, recorded = [], []
@@ -52,9 +52,10 @@ def test_profile_reports_kernels_and_floor_per_step_of_each_format(
 
     def profile(engine: Any, batch: int, context: int, steps: int, folder: Path) -> dict:
         assert (context, steps) == (512, 2)
-        first = [  # the first of two steps of three kernels
+        first = [  # These kernels are the first of two steps.
             make_event("gemm_fusion_7_1", 10, 6),
-            make_event("add_rms_norm_to_fp8<x>", 14, 4),  # overlaps the first GEMM by 2 us
+            # The kernel overlaps with the first GEMM for 2 us.
+            make_event("add_rms_norm_to_fp8<x>", 14, 4),
             make_event("gemm_fusion_8", 20, 8),
         ]
         second = [event | {"ts": event["ts"] + 30} for event in first]
@@ -68,7 +69,8 @@ def test_profile_reports_kernels_and_floor_per_step_of_each_format(
     monkeypatch.setattr(profile_step, "make_engine", make)
     monkeypatch.setattr(profile_step, "profile", profile)
     monkeypatch.setattr(profile_step, "record", record)
-    floor = Floor(4.3e7, 4.3e3, 0, 0, 0)  # 10 us of weights, 1 ns a token
+    # A step takes 10 us to read the weights, and 1 ns per token.
+    floor = Floor(4.3e7, 4.3e3, 0, 0, 0)
     monkeypatch.setattr(Floor, "of", staticmethod(lambda _engine: floor))
     options = "--tensor-parallel-size 2 --batch 1 8 --context 512 --steps 2 --model llama-3.1-8b"
     profile_step.main([*options.split(), "--format", form])

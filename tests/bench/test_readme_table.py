@@ -75,5 +75,5 @@ def test_readme_without_markers_is_refused():
         render_figures(f"{END} {BEGIN}")
 
 
-def test_every_system_of_the_headline_has_a_name():
+def test_every_system_of_the_headline_benchmark_has_a_display_name():
     assert set(readme_table.SYSTEM_NAMES) == set(headline.ALL_SYSTEMS)

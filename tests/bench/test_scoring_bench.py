@@ -16,7 +16,7 @@ def test_each_kind_of_run_is_compared_with_the_prefill():
         assert row["ratio"] == pytest.approx(row["seconds"] / rows["prefill"]["seconds"])
 
 
-def test_head_alone_is_measured_in_each_way():
-    """The measurement compares the results of two implementations."""
+def test_output_head_is_measured_with_each_implementation():
+    """The measurement itself compares the results of two implementations."""
     rows = scoring.measure_head("qwen3-0.6b", 1, 8, 300)
     assert [row["case"] for row in rows] == ["head, op", "head, xla", "head, ranks and top 20"]

@@ -35,7 +35,7 @@ def test_infinite_rate_sends_all_requests_at_time_zero():
     assert {one.due for one in make_work(9, math.inf, vocab_size=50, max_tokens=9)} == {0.0}
 
 
-def test_summary_has_rates_latencies_and_errors():
+def test_summary_of_answers_has_rates_latencies_and_errors():
     work = [Work([1] * 4, 3, 0.0), Work([1] * 4, 3, 1.0), Work([1] * 4, 3, 1.0)]
     answers = [
         Answer([0.1, 0.2, 0.4], 0.6, 4, 3),
@@ -63,7 +63,7 @@ async def share(target: Target) -> Report:
 
 
 def run_against(handler: Handler, run: Callable[[Target], Awaitable[Any]] = share) -> Any:
-    """Return the result of `run` against a server that answers every request with `handler`."""
+    """Start a server that answers every request by `handler`; return the result of `run`."""
 
     async def serve() -> Any:
         app = web.Application()
@@ -75,7 +75,11 @@ def run_against(handler: Handler, run: Callable[[Target], Awaitable[Any]] = shar
 
 
 def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
-    """Return the answer to one request if the server sends `events`, and the request's fields."""
+    """Send one request to a server that answers with `events`.
+
+    Returns:
+        The client's answer, and the JSON fields of the request.
+    """
     asked = {}
 
     async def answer(request: web.Request) -> web.Response:
@@ -131,7 +135,7 @@ def test_unreachable_server_is_an_error():
     assert answer.error == "ClientConnectorError"
 
 
-def test_error_has_the_servers_message():
+def test_error_of_an_answer_contains_the_message_of_the_server():
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "no such model"}}, status=404)
 
@@ -154,9 +158,10 @@ def test_client_reads_events_split_across_chunks():
     assert (answer.error, len(answer.chunk_times), answer.num_output_tokens) == (None, 1, 2)
 
 
-def test_client_reports_its_load_and_lag():
+def test_client_reports_its_processor_load_and_event_loop_lag():
     async def answer(request: web.Request) -> web.Response:
-        time.sleep(0.2)  # the server's loop is the client's, here
+        # The sleep delays the client too, because both run in the same event loop here.
+        time.sleep(0.2)
         return web.Response(text="")
 
     report = run_against(answer)
@@ -179,7 +184,7 @@ def test_busy_or_late_client_is_reported_as_the_limit(
     assert "the client was the limit" in warning_of(0.5, 0.02)
 
 
-def test_answers_of_shares_are_merged_in_request_order():
+def test_answers_of_client_processes_are_merged_in_request_order():
     answers = [Answer(num_output_tokens=i) for i in range(7)]
     reports = [Report(answers[i::3]) for i in range(3)]
     assert merged(reports) == answers
@@ -211,10 +216,10 @@ def test_default_request_length_is_half_of_max_model_len(answer: object, expecte
 def test_invalid_options_are_refused(option: str, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         serving.main([option])
-    assert ("above 0" if "rate" in option else "1 or more") in capsys.readouterr().err
+    assert ("above 0" if "rate" in option else "at least 1") in capsys.readouterr().err
 
 
-def test_record_names_the_servers_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_record_names_the_device_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     path = records.record("serving", [{"rate": 1.0}], device="Some GPU")
     assert path.name == "serving_some-gpu.json"

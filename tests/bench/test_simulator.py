@@ -38,9 +38,10 @@ def make_trace(rate: float, seconds: float = 20.0, seed: int = 0) -> list[TraceR
 
 
 def num_tokens_once(run: Run, trace: list[TraceRequest], width: int, *, is_apart: bool) -> int:
-    """Return how many tokens are computed once each: all but the last token of a sequence.
+    """Return how many tokens a run computes if it recomputes none.
 
-    Samples share their prompt except its last token, unless `is_apart`.
+    The last token of a sequence is never computed. The samples of a request share the prompt except
+    its last token, unless `is_apart`, which means that each is a separate request.
     """
     prompts = np.array([request.prompt_len for request in trace])
     outputs = np.array([request.output_len for request in trace])
@@ -70,7 +71,8 @@ def test_simulation_conserves_tokens_and_time(name: str):
     once = num_tokens_once(run, trace, width, is_apart=system != "ours")
     assert run.num_computed_tokens - run.num_recomputed_tokens == once
     has_preempted = system == "ours" and "swap" not in options.values()
-    assert (run.num_preemptions > 0) == (system == "ours")  # the pool is too small for the rate
+    # At this rate, the pool of "ours" is too small, so it preempts requests.
+    assert (run.num_preemptions > 0) == (system == "ours")
     assert (run.num_recomputed_tokens > 0) == has_preempted
     assert (run.swapped_bytes > 0) == ("swap" in options.values())
 
@@ -89,7 +91,7 @@ def check_conserved(run: Run, trace: list[TraceRequest], width: int) -> None:
     assert sum(run.memory.values()) == pytest.approx(100)
     assert min(run.memory.values()) >= 0
     assert 0 < run.memory_held <= 100 + 1e-9
-    # Little's law bounds the mean batch by the requests' total time over the busy time.
+    # By Little's law, the mean batch is at most (total time of all requests / busy time).
     most = (run.finishes - run.arrivals).sum() / run.busy_seconds
     assert 0 < run.mean_batch <= most + 1e-9
 
@@ -101,7 +103,7 @@ def test_simulated_beams_finish_and_share_blocks():
     assert run.shared_savings > 20
 
 
-def test_lone_request_takes_one_step_per_chunk_and_token():
+def test_single_request_takes_one_step_per_prompt_chunk_and_token():
     trace = [TraceRequest(1.0, 300, 5), TraceRequest(9.0, 4, 1)]
     options: dict[str, Any] = SMALL | {"max_model_len": 512}
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **options)
@@ -118,10 +120,12 @@ def test_memory_held_is_the_mean_over_busy_time(system: str):
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
     if system == "orca_max":
-        assert run.memory_held == pytest.approx(50)  # one range of 256 of 512 slots
+        # The request reserves a range of 256 of the 512 slots.
+        assert run.memory_held == pytest.approx(50)
         assert run.memory["free"] == pytest.approx(50)
     else:
-        # One step of 16 tokens and 192 of one token hold 1 to 13 of 32 blocks.
+        # A request takes one step of 16 tokens and 192 steps of one token. Meanwhile it holds 1 to
+        # 13 of the 32 blocks.
         assert run.memory_held == pytest.approx(100 * 7 / 32, rel=0.1)
         assert run.memory_held == pytest.approx(100 - run.memory["free"])
     assert run.seconds > 1000
@@ -130,11 +134,12 @@ def test_memory_held_is_the_mean_over_busy_time(system: str):
 def test_arriving_request_waits_for_the_running_and_the_planned_step():
     trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.101, 4, 2)]
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **SMALL)
-    # At 0.101 a step runs until 0.11 and the next is planned; the third step computes the prompt.
+    # At 0.101 s, a step runs until 0.11 s, and the next step is planned already. The step after
+    # that, until 0.13 s, computes the prompt.
     assert run.first_tokens[1] == pytest.approx(0.13)
 
 
-def test_step_waits_for_its_swap_in():
+def test_step_waits_until_its_blocks_are_swapped_in():
     trace, options = make_trace(40, 5.0), {"num_slots": 512, "preemption": "swap", **SMALL}
     slow = replace(DEVICE, coefficients=replace(DEVICE.coefficients, swap=0.1))
     fast, late = (simulate(trace, "ours", device, **options) for device in (DEVICE, slow))
@@ -161,12 +166,14 @@ def test_simulator_finds_prefixes_across_requests_and_rounds():
     apart = simulate(shared, "ours", DEVICE, **options)
     run = simulate(shared, "ours", DEVICE, prefix_caching=True, **options)
     assert apart.num_hit_tokens == 0
-    assert run.num_hit_tokens >= 64 * (len(shared) - 3)  # three arrive before it is computed
+    # Up to three requests arrive before the prefix is computed.
+    assert run.num_hit_tokens >= 64 * (len(shared) - 3)
     assert run.num_computed_tokens == apart.num_computed_tokens - run.num_hit_tokens
     # The second prompt begins with the first prompt and its answer.
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(9.0, 90, 2, ((0, 0, 90),))]
     run = simulate(rounds, "ours", DEVICE, prefix_caching=True, **options)
-    assert run.num_hit_tokens == 64  # four blocks of 16, of 69 computed tokens
+    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    assert run.num_hit_tokens == 64
 
 
 def test_systems_that_reserve_more_run_smaller_batches():
@@ -176,14 +183,14 @@ def test_systems_that_reserve_more_run_smaller_batches():
         for system in SYSTEMS
     ]
     assert batches == sorted(batches)
-    assert batches[1] <= 4  # ranges of 256 in 1,024 slots
+    assert batches[1] <= 4  # The pool of 1,024 slots has room for four ranges of 256.
 
 
 def test_simulator_refuses_unservable_traces_and_options():
     trace = make_trace(1)
-    with pytest.raises(ValueError, match="trace must be in the order of arrival"):
+    with pytest.raises(ValueError, match="trace is not in the order of arrival"):
         simulate(trace[::-1], "ours", DEVICE, num_slots=1024, **SMALL)
-    with pytest.raises(ValueError, match="num_samples=2 with a beam search"):
+    with pytest.raises(ValueError, match="num_samples=2 and beam_width are both set"):
         simulate(trace, "ours", DEVICE, num_slots=1024, num_samples=2, beam_width=2, **SMALL)
     with pytest.raises(ValueError, match="the pool has 4: raise num_blocks"):
         simulate([TraceRequest(0.0, 60, 9)], "ours", DEVICE, num_slots=64, **SMALL)

@@ -24,7 +24,7 @@ def test_schema_of_fields_has_20_required_fields():
 @pytest.mark.full
 def test_answers_that_stop_match_their_schema(engine: Engine):
     row = structured.shares(engine, SIZE)
-    # The number of answers that stop depends on the processor.
+    # The number of answers that end by themselves depends on the processor.
     assert row["stop"] == row["valid"] >= 0.8 * row["answers"]
     assert row["length"] == row["beginnings"]
     assert row["stop"] + row["length"] == row["answers"] == 50
@@ -33,14 +33,14 @@ def test_answers_that_stop_match_their_schema(engine: Engine):
 def test_answers_that_break_the_schema_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     schemas = structured.published()
     types = {"type": "string", "maxLength": 3}, {"type": "null"}
-    # The engine reads the first, the validator the second.
+    # The engine generates by the first schema, and the validator checks by the second.
     published = iter([dict.fromkeys(schemas, it) for it in types])
     monkeypatch.setattr(structured, "published", lambda: next(published))
     row = structured.shares(engine, SIZE._replace(answers=4))
     assert (row["stop"], row["valid"]) == (4, 0)
 
 
-def test_mask_times_and_speeds_have_all_rows(engine: Engine):
+def test_tables_of_masks_and_speeds_have_all_rows(engine: Engine):
     rows = structured.masks(engine, SIZE)
     assert [row["schemas"] for row in rows] == ["published", "fields", "unbounded"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Test the throughput benchmark: its median runs, and the floor of each format."""
+"""Test the throughput benchmark: the median run, and the lower bound of each format."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,10 +17,11 @@ from jpaged.runtime.programs import SplitModel
 
 
 @pytest.mark.parametrize(("repeats", "expected"), [(1, 20), (3, 30), (4, 40)])
-def test_reported_run_is_the_median_without_the_first(
+def test_reported_run_is_the_median_of_the_runs_after_the_first(
     repeats: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
-    speeds = [1, 20, 50, 30, 40]  # of seeds 0, 1, 2 ...
+    # `speeds` has the tokens per second of the runs with the seeds 0, 1, 2, ...
+    speeds = [1, 20, 50, 30, 40]
     engine: Any = SimpleNamespace()
 
     def measure(*given: Any) -> dict:
@@ -37,7 +38,7 @@ def test_reported_run_is_the_median_without_the_first(
 
 
 def engine_of(model: Any, mesh: Any, **options: Any) -> Any:
-    """Return the fields that a floor reads of an engine."""
+    """Return an object with the fields of an engine that `Floor.of` reads."""
     leaves = SplitModel.of(make_abstract_model(model, jnp.bfloat16, mesh)).leaves
     account = SimpleNamespace(weights=per_device_bytes(leaves))
     return SimpleNamespace(
@@ -46,7 +47,7 @@ def engine_of(model: Any, mesh: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES])
-def test_two_tensor_parallel_devices_halve_the_floor(shape: str):
+def test_two_tensor_parallel_devices_halve_the_lower_bound(shape: str):
     model = read_model_config(SHAPES[shape])
     floors = []
     for count in (1, 2):
@@ -57,7 +58,7 @@ def test_two_tensor_parallel_devices_halve_the_floor(shape: str):
         assert seconds(each) == pytest.approx(seconds(alone) / 2, rel=1e-3)
 
 
-def test_fp8_weights_and_cache_lower_the_floor():
+def test_fp8_weights_and_cache_lower_the_lower_bound():
     floors = {}
     for form in FORMATS:
         options = FORMATS[form]
@@ -72,13 +73,16 @@ def test_fp8_weights_and_cache_lower_the_floor():
     assert narrow.kv_bytes_per_token == cache.kv_bytes_per_token == wide.kv_bytes_per_token / 2
     assert weights.kv_bytes_per_token == wide.kv_bytes_per_token
     assert narrow.flops_per_token == wide.flops_per_token
-    a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # norms have no products
+    # The weights of a layer's GEMMs; norms do not count.
+    a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert wide.flops_per_token == 2 * 32 * a_layer
     assert wide.head_flops == 2 * 128256 * 4096
     assert cache.weight_bytes == pytest.approx(
-        wide.weight_bytes, rel=1e-6
-    )  # but for the cache's scales
-    # The floors that vLLM's FP8 results are compared with.
+        wide.weight_bytes,
+        rel=1e-6,
+        # The numbers are not exactly equal, because the scales of the FP8 KV cache are weights too.
+    )
+    # The lower bounds with which vLLM's FP8 results are compared.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)
     assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.1)

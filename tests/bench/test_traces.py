@@ -13,12 +13,13 @@ from bench.paper.traces import CHAT_OUTPUT, CHAT_PROMPT, MAX_MODEL_LEN, MEAN_LEN
 
 @pytest.mark.parametrize("name", MEAN_LENGTHS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_mean_lengths_after_clipping_are_the_papers(name: str, seed: int):
+def test_mean_lengths_after_clipping_are_those_of_the_paper(name: str, seed: int):
     trace = traces.poisson(traces.of_dataset(name), 100, 1000, seed)
     prompts, outputs = np.array(_lengths(trace)).T
     assert len(prompts) == pytest.approx(100_000, rel=0.02)
     for drawn, mean in zip((prompts, outputs), MEAN_LENGTHS[name], strict=True):
-        # Four standard errors: the deviation of such lengths is at most 1.31 of their mean.
+        # Allow four standard errors. The standard deviation of such lengths is at most 1.31 times
+        # their mean.
         assert drawn.mean() == pytest.approx(mean, rel=4 * 1.31 / math.sqrt(len(drawn)))
         assert np.median(drawn) < 0.75 * mean, "right-skewed"
     assert min(prompts.min(), outputs.min()) >= 1
@@ -54,7 +55,7 @@ def test_translation_prompts_begin_with_a_shared_prefix():
     assert {request.prompt[0] for request in few} == {(0, 0, 341)}
     assert all(_num_tokens(request) == request.prompt_len > 341 for request in few)
     own = [request.prompt[1][0] for request in few]
-    assert len(set(own)) == len(few), "what follows is each prompt's own"
+    assert len(set(own)) == len(few), "the tokens after the prefix differ between prompts"
     assert 0 not in own
     assert all(r.prompt_len + r.output_len <= MAX_MODEL_LEN for r in few)
 
@@ -73,7 +74,7 @@ def test_chat_prompts_end_with_the_latest_tokens_of_the_conversation():
     followed = 0
     for earlier, later in (pair for r in by_stream.values() for pair in itertools.pairwise(r)):
         stop = earlier.prompt[0][2] + earlier.output_len
-        assert later.prompt[0][2] > stop, "the answer, then a question"
+        assert later.prompt[0][2] > stop, "the prompt has the last answer and a new question"
         assert later.prompt[0][1] == max(later.prompt[0][2] - CHAT_PROMPT, 0)
         followed += 1
     assert followed > len(rounds) / 2
@@ -99,17 +100,19 @@ def test_long_requests_of_a_users_file_are_clipped(tmp_path: Path):
     ("line", "named"),
     [
         ("{", "not JSON"),
-        ("[1, 2]", "an object"),
+        ("[1, 2]", "must be a JSON object"),
         ("{}", "neither prompt_len"),
         ('{"prompt_len": 3}', "output_len must be an integer of at least 1, not None"),
         ('{"prompt_len": 0, "output_len": 1}', "prompt_len must be .* not 0"),
         ('{"prompt_len": true, "output_len": 1}', "prompt_len must be .* not True"),
         ('{"prompt_len": 1.5, "output_len": 1}', "prompt_len must be .* not 1.5"),
-        ('{"prompt": "a", "output": " "}', "output must be a text"),
-        ('{"prompt": "a"}', "output must be a text"),
+        ('{"prompt": "a", "output": " "}', "output must be a string"),
+        ('{"prompt": "a"}', "output must be a string"),
     ],
 )
-def test_invalid_line_is_refused_by_file_and_line_number(tmp_path: Path, line: str, named: str):
+def test_error_for_an_invalid_line_names_the_file_and_the_line(
+    tmp_path: Path, line: str, named: str
+):
     path = _file(tmp_path, '{"prompt_len": 1, "output_len": 1}', "", line)
     with pytest.raises(ValueError, match=rf"lengths\.jsonl, line 3: .*{named}"):
         traces.from_file(path)
@@ -133,7 +136,7 @@ def test_rate_must_be_a_positive_number(rate: float):
 
 
 def test_unknown_or_impossible_lengths_are_refused():
-    with pytest.raises(ValueError, match="'wiki' are unknown; give one of sharegpt, alpaca"):
+    with pytest.raises(ValueError, match="'wiki' are unknown: pass one of sharegpt, alpaca"):
         traces.of_dataset("wiki")
     with pytest.raises(ValueError, match="no lengths have a mean of 3000 tokens"):
         traces.solve_scales(3000, 10, MAX_MODEL_LEN)

@@ -54,7 +54,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "recompute, speculation": RECOMPUTE | {"speculative_config": SWAP["speculative_config"]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-IN_DEFAULT_TIER = ("prefix hits", "recompute, chunks, synchronous", "swap, speculation")
+IN_DEFAULT_TIER = ("recompute, chunks, synchronous", "swap, speculation")
 IN_FULL_TIER = [name for name in COMPOSITIONS if name not in IN_DEFAULT_TIER]
 
 
@@ -156,9 +156,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3_text", *in_full_tier("qwen3_moe", "olmoe", "gpt2", "opt", "qwen2")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_gives_a_batch_the_same_bits_as_single_requests(
     engines: Engines, tmp_path: Path, family: str
 ):

@@ -104,7 +104,7 @@ def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
 ):
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")
-    prompts, params = workload(8)
+    prompts, params = make_workload(KINDS[:2], 8, 96, max_tokens=40)
     options = {**SHAPE, "dtype": "float32"}
     alone = engines(folder_of_8_heads, num_blocks=400, **options)
     expected = token_ids(alone.generate(prompts, params))

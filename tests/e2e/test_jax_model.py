@@ -352,7 +352,6 @@ OPTIONS = {
     "load_format": ("dummy", "params holds the weights"),
     "tensor_parallel_size": (2, "runs on one device"),
     "enable_expert_parallel": (True, "runs on one device"),
-    "batch_invariant": (True, "omit it"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
     "num_compile_workers": (1, "another process"),
@@ -449,6 +448,7 @@ UPDATES = {
         "pass a tree with the same containers",
     ),
     "NumPy array": (lambda: with_embed(np.ones((64, 32))), "is a numpy.ndarray, not a JAX array"),
+    "NaN": (lambda: with_embed(jnp.full((64, 32), jnp.nan)), r"params\['embed'\] has values that"),
     "host memory": (lambda: with_embed(pinned(tiny_params()["embed"])), "is in pinned_host memory"),
 }
 
@@ -459,13 +459,8 @@ def test_refused_update_changes_nothing(jax_engines: Callable[..., Engine], name
     engine = jax_engines()
     before = tokens(engine.generate(PROMPTS[:1], GREEDY))
     with pytest.raises((TypeError, ValueError), match=message):
-        engine.update_weights(make())
+        engine.update_weights(make(), check_finite=True)
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == before
-
-
-def test_weights_of_a_checkpoint_are_not_updated(engines: Callable, shallow_folder: Path):
-    with pytest.raises(TypeError, match="works only with a JaxModel"):
-        engines(shallow_folder).update_weights({})
 
 
 # Faults of the model
@@ -638,6 +633,7 @@ PARAMS = {
         lambda: jax.device_put(tiny_params()["embed"], jax.local_devices()[1]),
         r"params\['embed'\] is on .*1, but a JaxModel runs on one device.*device_put",
     ),
+    "NaN": (lambda: with_embed(jnp.full((64, 32), jnp.nan)), r"params\['embed'\] has values that"),
     "host memory": (lambda: pinned(tiny_params()["embed"]), "is in pinned_host memory: pass"),
     "several devices": (
         lambda: jax.device_put(

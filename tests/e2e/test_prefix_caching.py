@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run, take_steps, text
+from e2e_options import GREEDY, QUESTION, SMALL, Engines, run, take_steps, text
 from lazy_programs import lazy_programs
 
 from jpaged import Engine, SamplingParams
@@ -17,8 +17,8 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    made = engines(async_scheduling=request.param)
+def engine(engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest) -> Engine:
+    made = engines(shallow_folder, async_scheduling=request.param)
     made.reset_prefix_cache()
     return made
 
@@ -71,8 +71,9 @@ def test_blocks_of_a_running_request_are_shared(engine: Engine):
     assert outputs["a"].outputs[0].token_ids == outputs["b"].outputs[0].token_ids
 
 
-def test_next_turn_of_a_conversation_reuses_the_cached_history(engine: Engine):
-    history, messages = [], []
+def test_next_turn_of_a_conversation_reuses_the_cached_history(engines: Engines):
+    engine, history, messages = engines(), [], []
+    engine.reset_prefix_cache()
     for question in (QUESTION, "Reverse stone", "Spell fox", QUESTION):
         messages.append({"role": "user", "content": question})
         prompt = engine.render_chat(messages)
@@ -181,8 +182,9 @@ def check_same(got: Any, want: Any) -> None:
         assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
 
 
-def test_pinned_prefix_survives_eviction(engines: Engines):
-    engine = engines(num_blocks=TIGHT)
+def test_pinned_prefix_survives_eviction(engines: Engines, shallow_folder: Path):
+    engine = engines(shallow_folder, num_blocks=TIGHT)
+    answer = text(complete(engine, QUESTION))
     engine.reset_prefix_cache()
     prompt = encode(engine, PREFIX)
     num_blocks = len(prompt) // BLOCK_SIZE
@@ -195,7 +197,7 @@ def test_pinned_prefix_survives_eviction(engines: Engines):
     noise = [[rng.randrange(5, 200) for _ in range(100)] for _ in range(12)]
     engine.generate(noise, GREEDY)
     assert complete(engine, PREFIX + QUESTION).num_cached_tokens == num_blocks * BLOCK_SIZE
-    assert text({it.request_id: it for it in engine.step()}[waiting]) == ANSWER
+    assert text({it.request_id: it for it in engine.step()}[waiting]) == answer
     assert engine.stats().num_used_blocks == num_blocks
     with pytest.raises(ValueError, match="2 prefixes are pinned"):
         engine.reset_prefix_cache()
@@ -208,8 +210,8 @@ def test_pinned_prefix_survives_eviction(engines: Engines):
     assert complete(engine, PREFIX + QUESTION).num_cached_tokens < num_blocks * BLOCK_SIZE
 
 
-def test_pin_that_leaves_too_few_blocks_is_refused(engines: Engines):
-    engine = engines(num_blocks=TIGHT)
+def test_pin_that_leaves_too_few_blocks_is_refused(engines: Engines, shallow_folder: Path):
+    engine = engines(shallow_folder, num_blocks=TIGHT)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     request_id = engine.add_request([7] * 50, room)  # needs 16 of 23 blocks
@@ -258,8 +260,8 @@ def test_invalid_pins_are_refused(engine: Engine, prompt: Any, message: str):
     assert engine.stats().num_pinned_blocks == 0
 
 
-def test_disabled_prefix_cache_keeps_no_blocks(engines: Engines):
-    engine = engines(enable_prefix_caching=False)
+def test_disabled_prefix_cache_keeps_no_blocks(engines: Engines, shallow_folder: Path):
+    engine = engines(shallow_folder, enable_prefix_caching=False)
     prompt = encode(engine, PREFIX)
     for _ in range(2):
         assert complete(engine, prompt).num_cached_tokens == 0

@@ -156,14 +156,15 @@ def test_each_sampling_option_gives_the_tokens_of_one_device(pair: list[Engine],
     check_same_tokens(pair, prompts, SamplingParams(**{"max_tokens": 24, **SAMPLING[name]}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loop", "count"),
     [
         ("bursts", 2),
-        pytest.param("bursts", 4, marks=pytest.mark.full),
-        pytest.param("synchronous", 2, marks=pytest.mark.full),
-        pytest.param("overlapped", 2, marks=pytest.mark.full),
-        pytest.param("synchronous", 8, marks=pytest.mark.full),
+        ("bursts", 4),
+        ("synchronous", 2),
+        ("overlapped", 2),
+        ("synchronous", 8),
     ],
 )
 def test_mixed_rows_in_one_step_give_the_tokens_of_one_device(
@@ -233,7 +234,8 @@ def test_tensor_parallel_devices_share_prefixes(engines: Engines, shallow_folder
     assert token_ids(again) == token_ids(first)
 
 
-@pytest.mark.parametrize("mode", ["swap", *in_full_tier("recompute", "auto")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 def test_preempted_sequences_continue_on_tensor_parallel_devices(
     engines: Engines, shallow_folder: Path, mode: str
 ):

@@ -57,7 +57,7 @@ def test_rung_with_a_different_result_is_detected(work):
         return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
 
     wrong = SimpleNamespace(TITLE="wrong", attend=attend, prepare=rung_1_naive.prepare)
-    with pytest.raises(RuntimeError, match=r"wrong: differs from the rung before by 0\.001"):
+    with pytest.raises(RuntimeError, match=r"wrong: differs from the previous rung by 0\.001"):
         ladder.climb(rung_1_naive, wrong, work=work)
 
 
@@ -137,7 +137,7 @@ def test_command_line_error_names_the_option(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "12,x"])
     with pytest.raises(SystemExit):
         ladder.main(rung_1_naive)
-    assert "--lengths 12,x: give positive whole numbers, as 128,64,32,8" in capsys.readouterr().err
+    assert "--lengths 12,x: pass positive integers, such as 128,64,32,8" in capsys.readouterr().err
 
 
 def test_a_rung_runs_by_itself(monkeypatch, capsys):

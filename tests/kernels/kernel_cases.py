@@ -37,20 +37,20 @@ def lower(function, *arguments, device=H200):
 
 
 def on_backends(*axes, **options):
-    """Return combinations of the values in `axes` and, as the last value, a backend.
+    """Return test parameters: combinations of the values in `axes`, followed by a backend.
 
-    `covering` chooses the combinations, and takes `options`. The covering set contains only
-    backends that run without a GPU. A GPU runs every combination.
+    For backends that run without a GPU, `covering`, which gets `options`, chooses the combinations
+    of the default tier. On a GPU every combination runs.
     """
     without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
     return without_gpu + covering(*axes, [TRITON_ON_GPU], strength=1)
 
 
 def with_dtypes(cases, dtypes, num_by_xla=None):
-    """Return every case on every backend with each dtype.
+    """Return every combination of a case, a dtype and a backend as test parameters.
 
-    The default tier tests each case and backend with one dtype, and changes the dtype from case to
-    case. It tests XLA only with the first `num_by_xla` cases, or with all.
+    The default tier tests each case on each backend with one dtype, in turn. If `num_by_xla` is
+    given, the default tier runs only the first `num_by_xla` cases with XLA.
     """
 
     def is_default(case, dtype, backend):
@@ -74,8 +74,8 @@ def to_pool(x, dtype):
 class Case:
     """Parameters of an attention test.
 
-    `lens` has (total, new) numbers of tokens for each sequence. `scales` are the scales of an FP8
-    pool. Without scales the pool has the dtype of the queries.
+    `lens` has, for each sequence, the pair (number of tokens, number of new tokens). `scales` are
+    the scales of an FP8 pool. Without scales the pool has the dtype of the queries.
     """
 
     dtype: Any = F32
@@ -130,15 +130,18 @@ class Batch(NamedTuple):
 
 
 def edge_lens(block_size):
-    """Return (total, new) lengths around a multiple of `block_size`, with and without context."""
+    """Return `Case.lens` whose lengths are near multiples of `block_size`.
+
+    Some sequences have only new tokens, others have tokens in the pool too.
+    """
     s = block_size
     lens = (0, 0), (1, 1), (s - 1, 1), (s, s), (s + 1, 3), (2 * s + 1, 1), (3 * s + 2, s + 5)
-    lens += ((140, 25),) * (s < 8)  # longer than a tile of keys
+    lens += ((140, 25),) * (s < 8)  # needs several key tiles
     return tuple((total, min(new, total)) for total, new in lens)
 
 
 def build(case, seed=0):
-    """Return a batch. Slots without a token contain NaN, also in the null block."""
+    """Return a random batch. All slots without a token, also in the null block, contain NaN."""
     rng = np.random.default_rng(seed)
     seq_lens = np.array([total for total, _ in case.lens], np.int32)
     query_lens = np.array([new for _, new in case.lens], np.int32)
@@ -168,7 +171,10 @@ def build(case, seed=0):
 
 
 def _block_tables(rng, seq_lens, block_size):
-    """Return shuffled block tables. Unused entries name blocks that contain only NaN."""
+    """Return block tables with blocks in random order, and the number of blocks of the pool.
+
+    Unused entries of a table hold the ids of blocks that contain only NaN.
+    """
     counts = -(-seq_lens // block_size)
     num_blocks = int(counts.sum()) + 3
     order = rng.permutation(np.arange(1, num_blocks)).astype(np.int32)
@@ -181,10 +187,10 @@ def _block_tables(rng, seq_lens, block_size):
 
 
 def assert_close(got, reference, dtype):
-    """Check that the error against float64 is small.
+    """Check that `got` is near the result of `reference`, a function of a dtype, in float64.
 
-    The bound is twice the error of a plain implementation in `dtype`, plus the rounding of sums in
-    another order.
+    The maximum error is twice the error of `reference` in `dtype`, plus the rounding error of sums
+    in another order.
     """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)

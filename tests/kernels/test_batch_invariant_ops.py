@@ -38,7 +38,7 @@ def _bits(x) -> np.ndarray:
 
 
 def _check_rows(op, x):
-    """Check that parts of `x` give the bits of the whole, and return the whole result."""
+    """Check that `op` of some rows of `x` has the bits of `op(x)`, and return `op(x)`."""
     whole = op(x)
     for count in NUM_ROWS:
         for first in (0, MOST_ROWS - count):
@@ -83,7 +83,7 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
     "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
 )
 def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
-    """The numbers of tokens give tiles of 8 to 128 rows."""
+    """The numbers of tokens are such that the tiles have 8 to 128 rows."""
     rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
     x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
     logits = jnp.asarray(rng.standard_normal((MOST_ROWS, num_experts)), F32)
@@ -115,7 +115,7 @@ def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
     ],
 )
 def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_kv_heads):
-    """Compute whole prompts, chunks of prompts, and one to eight last tokens of many sequences."""
+    """Compare attention of whole prompts with that of chunks, and of 1 to 8 tokens of 40 rows."""
     rng, block_size, head_size = np.random.default_rng(1), 16, 128
     seq_lens = np.array([1, 5, 127, 129, 300])
     num_blocks = -(-seq_lens // block_size)
@@ -134,7 +134,11 @@ def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_k
         return paged_prefill_attention(q, kv, tables, starts, seq_lens, **options)
 
     def compute(chunks):
-        """Return the rows of chunks (sequence, first position, end), and their indices in `q`."""
+        """Compute the chunks (sequence, start, stop) as one batch.
+
+        Returns:
+            The results of the chunks' tokens, and the indices of these tokens in `q`.
+        """
         rows = np.concatenate([np.arange(starts[s] + a, starts[s] + b) for s, a, b in chunks])
         own_starts = np.concatenate([[0], np.cumsum([b - a for _, a, b in chunks])])
         ends = np.array([b for _, _, b in chunks], np.int32)
@@ -154,7 +158,7 @@ def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_k
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_row_tiles_give_every_row_once(num_rows):
+def test_map_row_tiles_returns_every_row_once(num_rows):
     x = jnp.arange(num_rows * 3, dtype=F32).reshape(num_rows, 3)
     doubled, total = map_row_tiles(lambda a, b: (2 * a, b.sum(axis=1)), x, x)
     np.testing.assert_array_equal(doubled, 2 * x)
@@ -162,8 +166,8 @@ def test_row_tiles_give_every_row_once(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 24])
-def test_addition_after_row_tiles_gives_equal_bits(num_rows):
-    """Check that XLA does not fuse the tiles of few rows with the addition."""
+def test_addition_after_map_row_tiles_has_equal_bits_for_few_and_many_rows(num_rows):
+    """XLA must not fuse the addition with the loop over tiles, also if there is only one tile."""
     rng = np.random.default_rng(2)
     x, hidden, weight = (
         jnp.asarray(rng.standard_normal(s), F32) for s in ((40, 48), (40, 48), (48,))
@@ -173,7 +177,7 @@ def test_addition_after_row_tiles_gives_equal_bits(num_rows):
     def add(hidden, x):
         return hidden + map_row_tiles(partial(rms_norm, weight=weight, eps=1e-6), x)
 
-    # Most tests run programs that XLA fuses less. The setup of every other test sets this again.
+    # The other tests run with fewer optimizations, so XLA fuses less. Their setup sets the option.
     jax.config.update("jax_disable_most_optimizations", False)
     few, whole = add(hidden[:num_rows], x[:num_rows]), add(hidden, x)
     np.testing.assert_array_equal(_bits(few), _bits(whole[:num_rows]))
@@ -181,7 +185,9 @@ def test_addition_after_row_tiles_gives_equal_bits(num_rows):
 
 @pytest.mark.parametrize(("depth", "width"), [(1024, 4096), (2048, 1024), (14336, 4096), (64, 64)])
 @pytest.mark.parametrize("num_factors", [1, 2])
-def test_launch_parameters_fit_every_number_of_rows(depth, width, num_factors):
+def test_batch_invariant_gemm_has_launch_parameters_for_every_number_of_rows(
+    depth, width, num_factors
+):
     for rows in (8, 16, 48, 64, 128, 192, 256, 384, 8192):
         gemm = GemmProblem(rows, depth, width, 2, num_factors, 132, "NVIDIA H200")
         few = tuning.invariant_few_rows_config(gemm)
@@ -192,13 +198,13 @@ def test_launch_parameters_fit_every_number_of_rows(depth, width, num_factors):
 
 
 @pytest.mark.parametrize(("rows", "kernel"), [(8, "product_hopper"), (2048, "gemm_hopper")])
-def test_number_of_rows_chooses_the_kernel_for_hopper(rows, kernel):
+def test_batch_invariant_gemm_uses_another_hopper_kernel_for_many_rows(rows, kernel):
     x, weight = (jax.ShapeDtypeStruct(s, BF16) for s in ((rows, 128), (128, 256)))
     text = lower(partial(batch_invariant_gemm, backend=Backend.TRITON), x, weight)
     assert kernel in text
 
 
-def test_gpu_without_a_kernel_raises_an_error():
+def test_gpu_without_a_batch_invariant_kernel_raises_an_error():
     x, weight = (jax.ShapeDtypeStruct(s, BF16) for s in ((8, 128), (128, 96)))
     message = "no batch-invariant kernel multiplies bfloat16 by a weight of 128 x 96 on NVIDIA H200"
     with pytest.raises(ValueError, match=message):

@@ -30,7 +30,7 @@ REPLICATED, SPLIT = PartitionSpec(), PartitionSpec(MESH_AXIS)
 WIDTH = 4096
 NO_TRITON_IN_MESH = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12),
-    reason="JAX 0.12 takes the kind of device from the mesh, whose devices are CPUs in this test",
+    reason="JAX 0.12 lowers for the devices of the mesh, which are CPUs in this test",
 )
 
 
@@ -49,7 +49,7 @@ def shard_map(mesh: Mesh, function: Any, *specs: PartitionSpec, out: Any = SPLIT
 
 
 def count_calls(text: str) -> tuple[int, int]:
-    """Return the numbers of all-reduces by the kernel and by XLA in a lowered text."""
+    """Return how many all-reduces of a lowered program use the kernel, and how many use XLA."""
     return text.count("custom_call @mosaic_gpu"), text.count('"stablehlo.all_reduce"')
 
 
@@ -67,7 +67,7 @@ def lower_two_sums(count: int, rows: int, dtype: Any = BF16, width: int = WIDTH)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_small_sums_use_peer_memory(count: int):
+def test_all_reduce_of_small_arrays_uses_peer_memory(count: int):
     most = max_payload_bytes(count) // (2 * WIDTH)
     assert most == {2: 256, 4: 128, 8: 64}[count]
     for rows in (1, 8, most):
@@ -76,7 +76,7 @@ def test_small_sums_use_peer_memory(count: int):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(F32, WIDTH), (F16, WIDTH), (BF16, 12)])
-def test_unsupported_dtypes_and_widths_use_xla(dtype, width: int):
+def test_all_reduce_of_unsupported_dtypes_and_widths_uses_xla(dtype, width: int):
     assert count_calls(lower_two_sums(2, 1, dtype, width)) == (0, 2)
 
 
@@ -89,10 +89,10 @@ def test_unsupported_dtypes_and_widths_use_xla(dtype, width: int):
         pytest.param(512, WIDTH, 1, BF16, 0, marks=NO_TRITON_IN_MESH),
     ],
 )
-def test_norm_is_fused_if_each_program_has_a_row(
+def test_norm_is_fused_with_the_all_reduce_of_at_most_128_rows(
     rows: int, width: int, parts: int, dtype: Any, kernels: int
 ):
-    """129 rows are summed by the unfused kernel, and 512 rows by XLA."""
+    """Without fusion, the kernel sums 129 rows, XLA sums 512 rows, and a separate norm follows."""
 
     def run(hidden, update, weight, header):
         options = {"header": header, "buffer_index": 1, "eps": 1e-6, "backend": Backend.TRITON}
@@ -132,7 +132,7 @@ def test_xla_all_reduce_matches_the_reference(count: int, dtype):
     np.testing.assert_allclose(got[0], want, rtol=tolerance, atol=tolerance)
 
 
-def test_peer_exchange_needs_several_hopper_gpus():
+def test_peer_memory_needs_several_hopper_gpus():
     assert exchange_word_counts(2, Backend.XLA) is None
     with on_device():
         assert exchange_word_counts(1, Backend.TRITON) is None
@@ -169,7 +169,10 @@ def hash_numbers(*numbers: Any) -> jax.Array:
 
 
 def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """Return the bits of a device's rows in sum `index`: bfloat16 with exponents from -8 to 7."""
+    """Return the bits of the rows that a device adds in sum number `index`.
+
+    The rows are pseudo-random bfloat16 numbers with exponents from -8 to 7.
+    """
     at = lax.broadcasted_iota(jnp.uint32, shape, 0) * jnp.uint32(shape[1])
     column = lax.broadcasted_iota(jnp.uint32, shape, 1)
     random = hash_numbers(hash_numbers(index, rank)[None, None] ^ (at + column))
@@ -179,7 +182,7 @@ def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
 
 
 def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
-    """Return the bits of the sum of all devices' rows, added in the order of the devices."""
+    """Return the bits of sum number `index`: the devices' rows, added in the devices' order."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
         rows = make_addend(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
@@ -188,7 +191,7 @@ def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
 
 
 def delay(x: jax.Array, turns: jax.Array) -> jax.Array:
-    """Return `x` after a delay of about 3 ns per turn, on this device only."""
+    """Return `x` after a delay of about 3 ns * `turns`. Each device may have another delay."""
 
     def wait(turns_ref, out_ref):
         step = lambda _, state: state * jnp.int32(1664525) + jnp.int32(1013904223)  # noqa: E731
@@ -197,7 +200,9 @@ def delay(x: jax.Array, turns: jax.Array) -> jax.Array:
     out = jax.ShapeDtypeStruct((), jnp.int32)
     one_warp = plgpu.CompilerParams(num_warps=1)
     done = pl.pallas_call(wait, out_shape=out, compiler_params=one_warp)(turns.reshape(1))
-    return jnp.where(done != 0, x, -x)  # `done` is odd, but XLA cannot know this
+    # `done` is always odd, so the result is x. XLA cannot know this, and therefore waits for
+    # `done`.
+    return jnp.where(done != 0, x, -x)
 
 
 def bits(x: jax.Array) -> jax.Array:
@@ -208,11 +213,11 @@ NO_DIFFERENCE = [0, -1, -1, -1, -1]
 
 
 def sum_repeatedly(shape: tuple[int, int], count: int, num_turns: int, max_delay: int, peers):
-    """Sum rows many times. Before each sum, each device waits for a random time.
+    """Sum rows `2 * num_turns` times. Each device is sometimes late, by a random time.
 
-    Return the number of wrong elements. For the first one, also return the index of the sum, the
-    index of the element, its bits and the expected bits.
-
+    Returns:
+        The number of wrong elements; and for the first wrong element: the index of the sum, the
+        index of the element in the sum, the bits of the element, and the expected bits.
     """
     rank = lax.axis_index(MESH_AXIS)
 
@@ -221,7 +226,8 @@ def sum_repeatedly(shape: tuple[int, int], count: int, num_turns: int, max_delay
         is_late = random % jnp.uint32(16) == 0
         turns = jnp.where(is_late, random % jnp.uint32(max_delay), jnp.uint32(0))
         x = lax.bitcast_convert_type(make_addend(shape, index, rank), BF16)
-        x = jnp.where(found[0] < 0, -x, x)  # never true; makes XLA wait for the previous sum
+        # The condition is never true. It makes XLA wait for the previous sum.
+        x = jnp.where(found[0] < 0, -x, x)
         x = delay(x, turns.astype(jnp.int32))
         got = bits(device_sum(x, MESH_AXIS, header=peers, buffer_index=buffer_index)).ravel()
         want = expected_bits(shape, index, count).ravel()
@@ -253,15 +259,15 @@ def check_sums(count: int, shape: tuple[int, int], num_turns: int, max_delay: in
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
-def test_kernel_sums_in_device_order(rows: int | None, count: int):
-    """All bits are equal on all devices. `rows=None` is the maximum that fits peer memory."""
+def test_all_reduce_kernel_adds_in_the_order_of_the_devices(rows: int | None, count: int):
+    """All devices have the expected bits. `rows` None is the maximum that fits peer memory."""
     check_sums(count, (rows or max_payload_bytes(count) // (WIDTH * 2), WIDTH), 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.parametrize(("rows", "num_turns"), [(8, 50_000), (64, 5_000), (3, 5_000)])
-def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int):
+def test_all_reduce_kernel_is_deterministic_if_devices_are_late(rows: int, num_turns: int):
     check_sums(2, (rows, WIDTH), num_turns, max_delay=20_000)
 
 
@@ -269,8 +275,13 @@ def test_kernel_sum_is_deterministic_with_late_devices(rows: int, num_turns: int
 @pytest.mark.gpu2
 @pytest.mark.parametrize("num_partials", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 4096), (8, 4096), (64, 8192), (5, 1032), (128, 4096)])
-def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_partials: int):
-    """Compare all bits. Partials are equal fractions of the update, so their sum is exact."""
+def test_fused_all_reduce_and_norm_equals_the_norm_of_the_sum(
+    shape: tuple[int, int], num_partials: int
+):
+    """The residual stream has the expected bits, and the normalized rows are equal up to rounding.
+
+    Each partial is the same fraction of the update, so the sum of the partials is exact.
+    """
     mesh, width = mesh_of(2), shape[1]
     memory = PeerMemory(mesh)
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(width) + 1, BF16)
@@ -308,8 +319,8 @@ def test_fused_norm_equals_the_norm_of_the_sum(shape: tuple[int, int], num_parti
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-def test_kernel_sums_nan_and_infinity():
-    """NaN is preserved, even with the bits that mark an empty word, and each launch ends."""
+def test_all_reduce_kernel_preserves_nan_and_infinity():
+    """Some NaNs have the bits of `EMPTY_WORD`. The launches must still end."""
     mesh = mesh_of(2)
     memory = PeerMemory(mesh, max_polls=2**18)
     x = np.zeros((2, 8, 64), np.uint16)
@@ -354,7 +365,8 @@ def test_delayed_device_ends_the_program_with_an_error(place: int):
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32)
     memory.check_devices()
     assert (got == 16).all()
-    late[place] = 300_000_000  # about 1 s; the other device stops waiting after 10 ms
+    # This delay takes about 1 s. The other device stops waiting after 10 ms.
+    late[place] = 300_000_000
     start = time.monotonic()
     got = np.asarray(run(jnp.asarray(late), memory.headers), np.float32).reshape(2, *shape)
     assert np.isnan(got[1 - place]).all()

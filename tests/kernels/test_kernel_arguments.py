@@ -84,7 +84,7 @@ def test_xla_attention_accepts_any_head_size():
         _check_attention(jnp.zeros((3, 4, size), F32), _pool(head_size=size), backend=Backend.XLA)
 
 
-def test_queries_of_a_float8_pool_can_have_any_other_float_dtype():
+def test_attention_over_a_float8_pool_accepts_queries_of_wider_dtypes():
     for dtype in (F32, BF16, jnp.float16):
         _check_attention(jnp.zeros((3, 4, 64), dtype), _pool(dtype=F8))
 
@@ -102,14 +102,14 @@ def test_scales_need_a_float8_pool():
         resolve(_pool(dtype=F8), KVScales(one.astype(BF16), one))
 
 
-def test_attention_requires_rows_and_starts_for_its_sequences():
+def test_attention_refuses_arrays_for_another_number_of_sequences():
     with pytest.raises(ValueError, match="6 rows for 3 block tables"):
         attention.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* with B \+ 1 = 4"):
         attention.check_prefill(_ints(3), _ints(3))
 
 
-def test_write_requires_rows_that_fit_the_pool():
+def test_write_kv_refuses_rows_that_do_not_fit_the_pool():
     rows = jnp.zeros((3, 2, 64), F32)
     kv_cache.check_write(_pool(), rows, rows, _ints(3))
     with pytest.raises(ValueError, match="k has shape"):
@@ -123,7 +123,7 @@ def test_write_requires_rows_that_fit_the_pool():
         kv_cache.check_write(_pool(dtype=F8), rows.astype(F8), rows, _ints(3))
 
 
-def test_rope_write_requires_heads_that_fit_the_pool():
+def test_rope_write_kv_refuses_heads_that_do_not_fit_the_pool():
     angle, slots = jnp.zeros((3, 32), F32), _ints(3)
 
     def check(qkv, dtype=F32, angles=(angle, angle), norms=None, kv=None):
@@ -207,7 +207,7 @@ def test_gated_gemm_refuses_a_weight_that_does_not_fit_the_rows():
         gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
-def test_block_copy_requires_layers_of_one_shape_and_pairs_of_blocks():
+def test_copy_blocks_refuses_different_layers_and_unpaired_blocks():
     with pytest.raises(ValueError, match="no layers"):
         kv_cache.check_copy((), _ints(1), _ints(1))
     with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
@@ -218,7 +218,7 @@ def test_block_copy_requires_layers_of_one_shape_and_pairs_of_blocks():
         kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
-def test_decode_attention_checks_scale_and_scales():
+def test_decode_attention_refuses_a_negative_scale_and_scales_without_float8():
     arguments, ones = (jnp.zeros((3, 4, 64), F32), _pool(), _ints(3, 5), _ints(3)), jnp.ones(1, F32)
     run = partial(paged_decode_attention, *arguments, backend=Backend.XLA)
     with pytest.raises(ValueError, match="scale is -1"):
@@ -227,6 +227,6 @@ def test_decode_attention_checks_scale_and_scales():
         run(scale=1.0, scales=KVScales(ones, ones))
 
 
-def test_gpus_use_triton_and_other_platforms_xla():
+def test_backend_is_triton_on_gpus_and_xla_on_other_platforms():
     assert select_backend("gpu") is select_backend("cuda") is Backend.TRITON
     assert select_backend("cpu") is select_backend("tpu") is Backend.XLA

@@ -40,7 +40,7 @@ from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
-# All dtypes, head groups, windows and caps, but not all combinations.
+# All dtypes, numbers of query heads per KV head, windows and soft caps, but not all combinations.
 CASES = [
     Case(F32, 32, 8, HEADS["mha"]),
     Case(BF16, 64, 16, HEADS["gqa"]),
@@ -52,7 +52,7 @@ CASES = [
     Case(F16, 64, 16, HEADS["wide"]),
     Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
 ]
-# Heads narrower than a tile, and widths that are not powers of two. Odd widths are not rotated.
+# Head sizes below the tile's width, or not powers of two. Rotary embedding needs even head sizes.
 NARROW = [
     Case(F32, 1, 8, HEADS["mqa"]),
     Case(BF16, 4, 8, HEADS["gqa"], sliding_window=9),
@@ -63,14 +63,14 @@ NARROW = [
     Case(F16, 24, 8, HEADS["gqa"]),
     Case(F32, 40, 8, HEADS["mha"]),
 ]
-# Block sizes far below any tile of keys, larger than any tile, and not a power of two.
+# Block sizes that are much smaller or larger than a key tile, or not a power of two.
 BLOCKS = [
     Case(F32, 32, 1, HEADS["gqa"], sliding_window=2),
     Case(BF16, 64, 4, HEADS["mqa"], soft_cap=3.0),
     Case(F32, 16, 7, HEADS["mha"]),
     Case(F16, 32, 256, HEADS["gqa"], sliding_window=200),
 ]
-# FP8 pools. Missing or swapped scales change the result.
+# FP8 pools. With these scales, a kernel that omits or swaps the scales gives another result.
 SCALED = [
     Case(BF16, 64, 16, HEADS["gqa"], scales=(0.02, 0.3)),
     Case(F32, 80, 8, HEADS["mha"], scales=(1.0, 1.0)),
@@ -83,7 +83,7 @@ SCALED = [
 CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
 CASES += SCALED
-# More pairs of head size and block size, for a GPU only.
+# More pairs of head size and block size, which are tested on a GPU only.
 GPU_CASES = [
     Case(
         (F32, BF16, F16)[(h + b) % 3],
@@ -99,8 +99,8 @@ GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
     for h, head_size in enumerate((2, 8, 16, 20, 24, 40, 72, 200))
 ]
-# The ops that the default tier tests with each case: in interpret mode, then with XLA. Interpret
-# mode needs more cases, because the kernels have tiles, padded columns and masks.
+# For each case of the default tier, the ops to test: in interpret mode, then with XLA. Interpret
+# mode has more cases, because the kernels have tiles, padded columns and masks, and XLA has not.
 DEFAULT_OPS = {
     "float16-H80-S32-4x1-cap2": ("decode, rope decode, prefill", "decode, rope decode, prefill"),
     "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", ""),
@@ -161,7 +161,10 @@ def test_prefill_matches_reference(case, backend):
 
 
 def _with_new_tokens(case, num_partials, with_norms):
-    """Return arguments of `rope_decode_attention`, with NaN in each sequence's last slot."""
+    """Return the arguments of `rope_decode_attention`: its arrays, and its norms or None.
+
+    The op must write the slot of each sequence's last token, so the pool holds NaN there.
+    """
     batch, rng = build(case), np.random.default_rng(8)
     (num_heads, num_kv_heads), size = case.heads, case.head_size
     lens = np.asarray(batch.seq_lens)
@@ -171,7 +174,8 @@ def _with_new_tokens(case, num_partials, with_norms):
     nothing = to_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    partials = rng.standard_normal(shape) / num_partials**0.5  # their sum varies as the pool does
+    # The sum of the partials has a standard deviation of 1.
+    partials = rng.standard_normal(shape) / num_partials**0.5
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
@@ -215,7 +219,7 @@ def test_rope_decode_matches_reference(case, backend):
 
 
 def _assert_near(got, want):
-    """Check that FP8 numbers are equal, except that 2% may be neighbouring numbers."""
+    """Check that FP8 numbers are equal; up to 2% may be the next lower or higher FP8 number."""
     orders = []
     for array in (got, want):
         bits = reference.unpaired(array).view(np.uint8).astype(np.int32)
@@ -227,10 +231,9 @@ def _assert_near(got, want):
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", SCALED, ())))
 def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
-    """A new key is rounded to FP8 before the op attends to it.
+    """The op must round a new key to FP8 before it attends to the key, as later steps read it.
 
-    The key is therefore the same in this step and in later steps. Stored values equal the rounded
-    values of a wider pool.
+    The stored keys and values must equal those of a wider pool, rounded to FP8.
     """
     case = _filled(case)
     number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
@@ -294,8 +297,9 @@ def test_attention_of_no_queries_is_empty(backend):
     np.testing.assert_array_equal(pool.k, kv.k)
 
 
-# Decode rows come before all chunks, and one more comes after a chunk. Large batches compute the
-# leading decode rows with decode attention. Two sequences are padding.
+# (tokens, new tokens) of sequences: first sequences with one new token (decode rows), then prompt
+# chunks, with one more decode row between them. The last two sequences are padding. In large
+# batches the decode kernel computes the leading decode rows.
 DECODE_ROWS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
 CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
 BATCHES = {
@@ -328,7 +332,7 @@ def test_prefill_with_decode_rows_matches_reference(lens, padding, changes, back
     _check("prefill", Case(**options, lens=BATCHES[lens], padding=padding), backend=backend)
 
 
-# Sequences with several tiles and chunks of keys.
+# Sequences with several key tiles, and with several chunks of keys in xla.py.
 LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
 
 
@@ -372,9 +376,10 @@ _check_split_decode = partial(_check, "decode", function=decode_triton.paged_dec
 def test_decode_with_any_number_of_splits_matches_reference(
     splits, window, programs_and_percent, interpret
 ):
-    """More splits than tiles, splits of different sizes and empty splits give the same result.
+    """The cases have more splits than key tiles, splits of different sizes, and empty splits.
 
-    With few programs, long sequences get most splits. Otherwise the mean length decides.
+    If the percentage is None, the programs are shared among the sequences by length. Otherwise a
+    split has that percentage of the mean length.
     """
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
     programs, percent = programs_and_percent
@@ -386,27 +391,27 @@ def test_decode_with_any_number_of_splits_matches_reference(
     ("splits", "window"),
     covering([1, 2, 3, 16], [None, 40], strength=0, keep=lambda *it: it == (3, 40)),
 )
-def test_splitting_a_row_changes_no_other_row(splits, window, interpret):
+def test_splitting_the_keys_of_a_sequence_changes_no_other_sequence(splits, window, interpret):
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
     options = {"config": DecodeConfig(32, splits), "interpret": interpret}
     _check_split_decode(case, **options)
     q, *arrays = build(case).decode_arguments
     run = jax.jit(partial(decode_triton.paged_decode_attention, **case.options, **options))
     got = run(q, *arrays)
-    # In-place output: only rows of sequences with keys are written.
+    # With `into`, the op writes only the rows of sequences that have keys.
     target = jnp.full_like(jnp.concatenate([q] * 2), jnp.nan)
     merged = np.asarray(run(jnp.concatenate([q] * 2), *arrays, into=target))
     has_keys = np.asarray(arrays[-1]) > 0
     np.testing.assert_array_equal(merged[: len(q)][has_keys], got[has_keys])
     assert np.isnan(merged[len(q) :]).all()
     assert np.isnan(merged[: len(q)][~has_keys]).all()
-    # A request that overflows changes no other output.
+    # NaN in one sequence changes no other sequence.
     ruined = run(q.at[0].set(jnp.nan), *arrays)
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
 
 @pytest.mark.parametrize("heads", [pytest.param((4, 1), marks=pytest.mark.full), (6, 1)])
-def test_splits_are_merged_for_many_heads(heads, interpret):
+def test_splits_of_many_query_heads_are_merged_correctly(heads, interpret):
     case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
     config = DecodeConfig(tile_tokens=16, num_splits=64, target_programs=9999)
     _check_split_decode(case, config=config, interpret=interpret)
@@ -423,7 +428,7 @@ def test_splits_are_merged_for_many_heads(heads, interpret):
     ],
     ids=len,
 )
-def test_splits_are_deterministic(lens, op):
+def test_attention_with_split_keys_is_deterministic(lens, op):
     batch = build(Case(BF16, 128, 16, (32, 8), tuple((n, min(n, 1)) for n in lens)))
     is_fused = op is rope_decode_attention
     shape = (1, len(lens), 32 + 2 * 8, 128) if is_fused else (len(lens), 32, 128)
@@ -451,7 +456,7 @@ def test_splits_are_deterministic(lens, op):
 
 
 def test_decode_plan_limits_the_splits_of_a_single_sequence():
-    """The sequence has fewer tiles than the GPU has programs."""
+    """The sequence has fewer key tiles than `target_programs`, so every tile could be a split."""
     for group, num_tiles, num_splits in (
         (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
         (2, 17, 17), (2, 32, 32), (2, 33, 17),
@@ -464,7 +469,7 @@ def test_decode_plan_limits_the_splits_of_a_single_sequence():
 
 
 def _spec(config, group):
-    """Return the decode plan for 8 KV heads of 128 and block tables of 128 entries."""
+    """Return a `DecodeSpec` with 8 KV heads of size 128, and block tables of 128 columns."""
     return decode_triton.DecodeSpec(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -483,7 +488,7 @@ def _spec(config, group):
     ("percent", "splits"), covering([None, 50, 110, 150], [2, 8, 32], strength=1)
 )
 def test_decode_plan_covers_every_tile_once(percent, splits):
-    """Test random lengths, equal lengths and padding."""
+    """The batches have random lengths or equal lengths, followed by padding rows."""
     rng = np.random.default_rng(0)
     spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, split_percent_of_mean=percent), 2)
     for turn in range(50):
@@ -495,14 +500,16 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
         for sequence, _, start, stop, split, count, *_ in plan[plan[:, 5] > 0]:
             assert split == len(covered[sequence]) // 2 < count <= splits
             covered[sequence] += [start, stop]
-        # Longest first; equal lengths keep their order; splits of a sequence are adjacent.
+        # Longer sequences come first. Sequences of equal length keep their order. The splits of a
+        # sequence are adjacent.
         order = np.argsort(-((lens + 31) // 32), kind="stable")
         counts = dict(plan[plan[:, 5] > 0][:, [0, 5]].tolist())
         wanted = [sequence for sequence in order for _ in range(counts[sequence])]
         assert plan[: len(wanted), 0].tolist() == wanted
         assert not plan[len(wanted) :, 5].any()
         for sequence, bounds in covered.items():
-            assert bounds[::2] == [0, *bounds[1:-1:2]]  # each split begins where the previous ends
+            # Each split begins at the key tile where the previous split ends.
+            assert bounds[::2] == [0, *bounds[1:-1:2]]
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
@@ -519,9 +526,9 @@ def test_decode_plan_covers_every_tile_once(percent, splits):
 def test_rope_decode_with_any_number_of_splits_matches_reference(
     splits, window_and_heads, programs_and_percent, interpret
 ):
-    """The last split contains the new token, and sometimes only the new token.
+    """The last split of a sequence contains the new token, and sometimes only the new token.
 
-    The program that merges the splits resets the counters to zero.
+    On a GPU the op runs twice: the second run fails unless the first has reset the counters.
     """
     window, heads = window_and_heads
     programs, percent = programs_and_percent
@@ -537,14 +544,14 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
         config=config,
         interpret=interpret,
     )
-    # A request that overflows changes no other output. Padding rows may hold anything.
+    # NaN in one sequence changes no other sequence. Padding rows may hold anything.
     ruined, _ = jax.jit(run)(arrays[0].at[:, :2].set(jnp.nan), *arrays[1:])
     if interpret:
         got = jax.jit(run)(*arrays)
         _assert_new_tokens(got, arrays, norms, case)
         np.testing.assert_array_equal(ruined[1:], got[0][1:])
         return
-    # Two launches use the same array of counters.
+    # XLA creates one array of counters for both launches.
     first, second = jax.jit(lambda: (run(*arrays), run(*arrays)))()
     _assert_new_tokens(first, arrays, norms, case)
     np.testing.assert_array_equal(first[0], second[0])
@@ -566,8 +573,8 @@ def test_prefill_with_any_tile_size_matches_reference(rows, keys, interpret):
     ("block_size", "room"),
     covering([16, 24], [0, 9, 13, 64], strength=0, keep=lambda *it: it == (24, 13)),
 )
-def test_prefill_over_widened_blocks_matches_reference(block_size, room, interpret):
-    """The blocks of the first sequences are widened while the buffer has room.
+def test_prefill_over_blocks_converted_from_float8_matches_reference(block_size, room, interpret):
+    """The blocks of the first sequences are converted, as many as fit in `room` blocks.
 
     The rows of the other sequences are computed from the FP8 pool.
     """
@@ -621,11 +628,12 @@ FP8_HOPPER_CASES = [
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
 def test_head_groups_fill_the_rows_of_a_tile(group):
-    """Steps of long prompts leave almost no row of a tile idle. Other steps may leave rows idle, to
-    need fewer tiles."""
+    """With 8,192 tokens, at most 7% of the matrix rows are idle. Smaller steps may leave more rows
+    idle, because they need fewer tiles then."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
-        assert members in (1, 2, 4, 8, 16)  # the copy engine needs whole tiles
+        # The number of query heads per tile must divide the 128 rows of a tile.
+        assert members in (1, 2, 4, 8, 16)
         idle = -(-group // members) * members / group - 1
         assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):
@@ -654,9 +662,9 @@ def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch)
     ),
 )
 def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backend):
-    """The maximum score rises or falls from one key tile to the next, by much or not at all.
+    """The maximum score of a row rises or falls from key tile to key tile, or stays the same.
 
-    Rows with small queries change less.
+    The size of the change depends on the size of the row's query.
     """
     dtype, heads = dtype_and_heads
     case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
@@ -675,7 +683,7 @@ def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backen
     assert_close(got, lambda dtype: plain(dtype=dtype), dtype)
 
 
-def test_batch_of_padding_only_is_zeros(backend):
+def test_attention_output_of_a_batch_of_only_padding_is_zero(backend):
     case = Case(lens=((0, 0), (0, 0)), padding=9)
     batch = build(case)
     options = {**case.options, "backend": backend}
@@ -686,7 +694,7 @@ def test_batch_of_padding_only_is_zeros(backend):
 
 
 def test_xla_memory_does_not_grow_with_the_block_table():
-    """A wider block table adds only its own bytes, because XLA gathers the same blocks."""
+    """A wider block table adds only the bytes of the table, because XLA gathers the same blocks."""
     case = Case(lens=((40, 1), (20, 1)))
     batch = build(case)
     run = jax.jit(partial(paged_decode_attention, **case.options, backend=Backend.XLA))

@@ -15,7 +15,8 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 6, 3
-# Width of a token and of an expert: whole tiles of the Hopper kernels, and others.
+# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
+# tiles of the Hopper kernels.
 SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
@@ -44,7 +45,8 @@ def make_rows(num_tokens: int, dtype: Any) -> jax.Array:
 @partial(jax.jit, static_argnames="backend")
 def run_experts(x, gate_up, down, routing, backend):
     inner = expert_gated_gemm(x, gate_up, routing, backend=backend)
-    # Rows that hit no expert are undefined, and must not change the result.
+    # The results of rows that hit no expert are undefined. Set them to NaN, which must not change
+    # the sums.
     is_hit = jnp.arange(len(inner)) < routing.offsets[-1]
     inner = jnp.where(is_hit[:, None], inner, jnp.nan)
     return expert_down_gemm(inner, down, routing, backend=backend)
@@ -68,7 +70,7 @@ CASES = [
 
 
 def is_default(case, dtype, backend):
-    """Return whether the default tier has a test: each case on XLA, and two interpreted ones."""
+    """Return whether a test is in the default tier: each case on XLA, and two in interpret mode."""
     index = CASES.index(case)
     return (dtype == BF16) == (index == 1) and (backend is Backend.XLA or index in (1, 2))
 
@@ -105,7 +107,7 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
     [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full), TRITON_ON_GPU],
 )
 @pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
-def test_devices_with_some_experts_sum_to_all_experts(dtype, backend):
+def test_outputs_of_devices_with_some_experts_add_up_to_the_whole_output(dtype, backend):
     logits, x = make_logits("random", 21), make_rows(21, dtype)
     gate_up, down = make_weights(dtype)
     whole = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
@@ -153,7 +155,7 @@ def test_arguments_that_do_not_fit_are_refused():
         expert_gated_gemm(x, gate_up, routing, activation="relu", **options)
     with pytest.raises(ValueError, match=r"routing\.offsets has shape"):
         expert_gated_gemm(x, gate_up[1:], routing, **options)
-    with pytest.raises(ValueError, match="x has 3 rows; it must have 6, one per pair"):
+    with pytest.raises(ValueError, match="x has 3 rows; it must have one row per pair, 6"):
         expert_down_gemm(x[:, : SIZES[F32][1]], down, routing, **options)
     with pytest.raises(ValueError, match="sort keys exceed 31 bits: pass fewer tokens"):
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))
@@ -170,7 +172,7 @@ def test_no_tokens_give_no_rows():
 
 
 def test_few_tokens_convert_the_weights_of_few_experts():
-    """On a CPU, XLA computes bfloat16 products in float32, and must not convert all experts."""
+    """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
     gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)
@@ -206,7 +208,9 @@ def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
 @pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
 @pytest.mark.parametrize("num_factors", [2, 1])
 @pytest.mark.parametrize("grouped", [None, False, True])
-def test_launch_parameters_fit_every_number_of_tokens(depth, width, num_factors, grouped):
+def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
+    depth, width, num_factors, grouped
+):
     """Test 2-byte dtypes (`grouped` is None), and FP8 with scales of rows or of groups."""
     itemsize, choose = 2, tuning.experts_config
     if grouped is not None:

@@ -49,7 +49,7 @@ def test_values_are_rounded_to_the_nearest_fp8_number(scale: float):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_values_beyond_the_largest_fp8_number_saturate(dtype):
+def test_numbers_beyond_the_largest_fp8_number_are_clipped(dtype):
     x = jnp.asarray([448.0, 464.0, 465.0, 480.0, 1e4, -1e4, np.inf, -np.inf, np.nan], dtype)
     got = np.asarray(jax.jit(to_fp8)(x, jnp.float32(1)), np.float32)
     np.testing.assert_array_equal(got, [448] * 5 + [-448, 448, -448, np.nan])
@@ -63,7 +63,10 @@ def test_values_beyond_the_largest_fp8_number_saturate(dtype):
     ),
 )
 def test_quantized_row_reaches_the_largest_fp8_number(grouped_and_depth, dtype, backend: Backend):
-    """A GPU's quotient may be wrong in the last bit, so halfway values may round either way."""
+    """A GPU's division may be wrong in the last bit.
+
+    A number halfway between two FP8 numbers may then be rounded to either of the two.
+    """
     grouped, depth = grouped_and_depth
     x = np.random.default_rng(0).standard_normal((5, depth)) * [[1.0], [1e-3], [300], [0], [1e-7]]
     x = jnp.asarray(x, dtype)
@@ -116,7 +119,7 @@ def test_fused_norm_and_quantization_equals_the_separate_ops(case, dtype, backen
 
 @pytest.mark.parametrize(("width", "dtype", "backend"), with_dtypes([96, 4224], [F32, BF16]))
 def test_quantization_uses_the_largest_static_scale(width: int, dtype, backend: Backend):
-    """Test quantization alone and after a norm. Values above the range are clipped."""
+    """Test `quantize_rows` and `add_rms_norm_to_fp8`. Numbers above 448 * scale are clipped."""
     rng, given = np.random.default_rng(0), jnp.asarray([0.002, 0.004, 0.001], F32)
     hidden, update, weight = (
         jnp.asarray(rng.standard_normal(shape), dtype)
@@ -132,7 +135,7 @@ def test_quantization_uses_the_largest_static_scale(width: int, dtype, backend: 
     for values, scale in (alone, fused):
         np.testing.assert_array_equal(scale, np.full((5, 1), 0.004, np.float32))
         same = np.asarray(values, np.float64) == wanted
-        # A GPU's quotient may be off by its last bit.
+        # A GPU's division may be wrong in the last bit.
         assert np.mean(same) >= (0.9 if backend is Backend.TRITON else 1.0)
 
 
@@ -146,7 +149,7 @@ def test_static_scales_with_grouped_or_reduce_max_raise_errors():
         quantize_rows(x, given.astype(BF16), backend=Backend.XLA)
 
 
-def test_sharded_row_is_scaled_by_its_global_maximum():
+def test_sharded_row_is_scaled_by_the_maximum_of_all_shards():
     x, reduce_max = jnp.asarray([[1.0, -2.0], [2.0, 0.5]]), partial(jnp.maximum, jnp.float32(4))
     values, scale = quantize_rows(x, reduce_max=reduce_max, backend=Backend.XLA)
     np.testing.assert_allclose(scale, np.full((2, 1), 4 / 448), rtol=2e-7)
@@ -162,13 +165,13 @@ def _random_scales(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def _assert_gemm(got, exact, factors, dtype) -> None:
-    """Check that the error is at most one rounding to `dtype`, after float32 sums of products."""
+    """Check that the error is at most one rounding to `dtype` plus that of the float32 sums."""
     allowed = float(jnp.finfo(dtype).eps) + max(4 * float(jnp.finfo(factors).eps), 2e-6)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
 
 def _channel_case(rows: int, depth: int, width: int):
-    """Return arguments of `scaled_gemm`, and the exact product."""
+    """Return random arguments of `scaled_gemm`, and the exact product."""
     rng = np.random.default_rng(rows)
     x, weight = _random_fp8(rng, rows, depth), _random_fp8(rng, width, depth)
     scales = _random_scales(rng, rows), _random_scales(rng, width)
@@ -177,7 +180,7 @@ def _channel_case(rows: int, depth: int, width: int):
 
 
 def _block_case(rows: int, depth: int, parts: list[int]):
-    """Return arguments of `block_scaled_gemm`, and the exact product."""
+    """Return random arguments of `block_scaled_gemm`, and the exact product."""
     rng = np.random.default_rng(rows)
     groups = -(-depth // FP8_GROUP_SIZE)
     blocks = [-(-part // FP8_GROUP_SIZE) for part in parts]
@@ -192,14 +195,14 @@ def _block_case(rows: int, depth: int, parts: list[int]):
 
 
 def _gated(columns):
-    """Apply the gated activation. The first half of the columns is the gate."""
+    """Return silu(gate) * up; the first half of the columns is gate, the second half is up."""
     return reference.gated_silu(columns.reshape(columns.shape[0], 2, -1))
 
 
-# (rows, depth, width) of a GEMM with one scale per output column.
+# (rows, depth, width) of GEMMs with one scale per output column.
 CHANNEL_SHAPES = [(1, 64, 48), (16, 192, 256), (13, 33, 7), (96, 256, 128), (64, 1024, 384)]
 CHANNEL_SHAPES += [(512, 512, 4096)]
-# With one scale per block of the weight: (rows, depth, widths of the fused projections).
+# (rows, depth, widths of the concatenated weights) of GEMMs with one scale per block of a weight.
 BLOCK_SHAPES = [(1, 128, [128]), (16, 256, [128, 256, 128]), (13, 192, [192, 64, 64])]
 BLOCK_SHAPES += [(8, 40, [7]), (512, 512, [1024, 1024])]
 
@@ -232,17 +235,18 @@ def test_gated_fp8_gemm_applies_the_activation(shape, grouped, dtype, backend):
     op = block_scaled_gated_gemm if grouped else scaled_gated_gemm
     got = jax.jit(partial(op, dtype=dtype, backend=backend))(*arguments)
     assert (got.shape, got.dtype) == ((rows, half), dtype)
-    # The unfused op rounds the product before the activation.
+    # If product and activation are separate kernels, the product is rounded in between.
     factors = _multiplied_dtype(backend) if dtype == F32 else BF16
     _assert_gemm(got, _gated(exact), factors, dtype)
 
 
 def _multiplied_dtype(backend):
-    """Return the dtype in which a backend multiplies dequantized blocks."""
+    """Return the dtype to which a backend converts FP8 blocks before it multiplies them."""
     return F32 if backend is Backend.XLA else BF16
 
 
-# Rows, depth and configuration: splits, rows per tile, consumers, stages, groups per stage.
+# (rows, depth, configuration) of GEMMs. A configuration has: splits of the depth, rows per tile,
+# consumer warpgroups, pipeline stages, scale groups per stage.
 FEW = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 1280, FewRowsConfig(1, 8, 2, 3)),
@@ -251,22 +255,25 @@ FEW = [
     (16, 1024, FewRowsConfig(2, 16, 2, 3, 2)),
     (8, 2048, FewRowsConfig(1, 8, 1, 2, 4)),
     (96, 512, FewRowsConfig(1, 96, 2, 2, 2)),
-    # Some tiles cover half a block. The scales of some splits are unaligned or end past the array.
+    # In the next cases, some tiles cover half a scale block, and the copies of some splits' scales
+    # start unaligned or end past the array.
     (64, 512, FewRowsConfig(1, 64, 3, 2)),
     (8, 1152, FewRowsConfig(3, 8, 4, 2)),
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
     (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
-DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # needs several copies of scales
+# The block scales of this GEMM are so many that they need several copies.
+DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run kernels in interpret mode, without race detection.
 
-    JAX 0.12 interprets only accumulators that start as zeros, so the start values are added after
-    the products. Race detection remembers only the last arrival at a barrier. It would report a
-    race for scales that have two readers.
+    JAX 0.12 interprets only accumulators that start at zero. The fixture therefore patches
+    `continue_accumulation` to add the initial values after the products. Race detection would
+    report a false race: it remembers only the last arrival at a barrier, and scales have two
+    readers.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -317,7 +324,8 @@ def test_hopper_fp8_gemm_of_few_rows_on_a_gpu(rows, depth, config, grouped, gate
 def _check_few_rows(rows, depth, config, grouped, gated):
     if gated and config.num_splits > 1:
         pytest.skip("a gated GEMM is not split")
-    width = 256 * (1 if config.num_consumers <= 2 else config.num_consumers)  # whole blocks, tiles
+    # The width is a multiple of the scale block and of the tile.
+    width = 256 * (1 if config.num_consumers <= 2 else config.num_consumers)
     case = _block_case(rows, depth, [width]) if grouped else _channel_case(rows, depth, width)
     arguments, exact = case
     got = fp8_hopper.few_rows_gemm(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
@@ -325,7 +333,7 @@ def _check_few_rows(rows, depth, config, grouped, gated):
     _assert_gemm(got.astype(F32).sum(0), _gated(exact) if gated else exact, F32, BF16)
 
 
-# A program computes no tile, one tile or several tiles. A tile has more or fewer pipeline steps
+# In some cases, programs have no tile, and in some several tiles. A tile takes more or fewer steps
 # than the pipeline has stages.
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
@@ -367,7 +375,7 @@ def test_hopper_fp8_gemm_uses_the_scale_of_each_group():
     np.testing.assert_allclose(rows, np.repeat(exact[:, None], 128, 1), rtol=0.01, atol=1e-26)
 
 
-# Width and depth of all projections of Qwen3-0.6B and Llama-3.1-8B.
+# (width, depth) of all projections of Qwen3-0.6B and Llama-3.1-8B.
 WIDTHS = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
 WIDTHS += [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 GATED = (6144, 1024), (28672, 4096)
@@ -415,10 +423,10 @@ def test_quantization_lowers_to_one_kernel_with_and_without_a_norm(depth, groupe
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full), 32, 300])
 def test_fp8_gemms_of_cublas_need_a_recent_gpu_and_aligned_sizes(rows, kind, depth, is_direct):
-    """cuBLASLt multiplies FP8 if both dimensions of the weight are multiples of 16.
+    """cuBLASLt multiplies FP8 matrices if both dimensions of the weight are multiples of 16.
 
-    The rows are then padded to a multiple of 16. Otherwise both operands are converted to bfloat16
-    before the GEMM.
+    The op then pads the rows to a multiple of 16. Otherwise the op converts both matrices to
+    bfloat16 before the GEMM.
     """
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     x, weight = (jax.ShapeDtypeStruct((n, depth), FP8) for n in (rows, 48))

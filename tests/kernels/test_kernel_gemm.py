@@ -14,8 +14,8 @@ from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 from tests.reference import kernels as reference
 
-# Rows, depth and configuration: splits, rows per tile, consumers, stages. The number of pipeline
-# steps of a tile is from 1 to three times the number of stages.
+# (rows, depth, configuration) of GEMMs. A configuration has: splits of the depth, rows per tile,
+# consumer warpgroups, pipeline stages. A tile takes from one step to three steps per stage.
 CASES = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 640, FewRowsConfig(1, 8, 2, 3)),
@@ -32,9 +32,9 @@ CASES = [
 def races_raise():
     """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
-    A copy that waits for only some of the readers of its stage is not detected. JAX 0.11 requires a
-    wait for every phase of a barrier, but no thread waits for the last phases of the barrier that
-    signals empty stages.
+    Not every race is found: a copy into a stage may start before all readers of the stage are done.
+    The fixture needs JAX 0.12: in JAX 0.11, interpret mode requires a wait for every phase of a
+    barrier, but our kernels do not wait for the last phases of the "stage is empty" barrier.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -66,7 +66,7 @@ def test_gated_gemm_applies_the_activation(rows, depth, config):
     _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
 
-# A program computes no tile, one tile or several tiles. A tile has more or fewer pipeline steps
+# In some cases, programs have no tile, and in some several tiles. A tile takes more or fewer steps
 # than the pipeline has stages.
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_hopper_gated_gemm_of_many_rows_matches_reference(rows, depth, width, st
     ],
     ids=["few_rows", "many_rows"],
 )
-def test_closed_gate_gives_zero_even_if_its_terms_overflow(run):
-    """exp(-gate) and gate * up are infinite."""
+def test_gated_gemm_of_a_very_negative_gate_is_zero(run):
+    """The intermediate results exp(-gate) and gate * up are infinite."""
     x = jnp.zeros((128, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 128), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
     np.testing.assert_array_equal(run(x, weight).astype(F32), 0)
@@ -127,18 +127,18 @@ def test_pipeline_of_one_stage_raises_an_error():
         ((8, 128, 192), FewRowsConfig(1, 8, 2, 2)),
     ],
 )
-def test_few_rows_gemm_refuses_sizes_without_whole_tiles(sizes, config):
+def test_few_rows_gemm_refuses_sizes_that_are_not_multiples_of_the_tile(sizes, config):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
     tile = config.tile_rows, 64 * config.num_splits, 64 * config.num_consumers
-    with pytest.raises(ValueError, match=re.escape(f"{sizes}; they must be whole tiles of {tile}")):
+    with pytest.raises(ValueError, match=re.escape(f"{sizes}; they must be multiples of {tile}")):
         hopper.split_k_gemm(x, weight, config=config)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
-def test_many_rows_gemm_refuses_sizes_without_whole_tiles(sizes):
+def test_many_rows_gemm_refuses_sizes_that_are_not_multiples_of_the_tile(sizes):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
-    message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")
+    message = re.escape(f"{sizes}; they must be multiples of (128, 64, 128)")
     with pytest.raises(ValueError, match=message):
         hopper.many_rows_gated_gemm(x, weight, config=ManyRowsConfig(2, 1))

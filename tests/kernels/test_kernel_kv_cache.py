@@ -23,13 +23,14 @@ from pallas_kernels import (
 )
 from tests.reference import kernels as reference
 
-# dtype, block size, KV heads, head size
+# (dtype, block size, KV heads, head size)
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
-# Shapes of the default tier in interpret mode: powers of two or not, one chunk, several chunks and
-# one element. XLA's code does not depend on sizes.
+# The default tier tests only these shapes in interpret mode. A slot has one element, one chunk or
+# several chunks, and sizes are powers of two or not. XLA needs fewer shapes (`BY_XLA`), because its
+# code does not depend on them.
 INTERPRETED = [SHAPES[i] for i in (0, 1, 4, 11, 12)]
 BY_XLA = [SHAPES[i] for i in (0, 1, 2)]
 
@@ -59,7 +60,7 @@ def test_write_kv_matches_reference(shape, backend):
 
 
 def _bits(array):
-    """Return the bits of float8_e4m3fn numbers. All NaNs have the same bits, and so have zeros."""
+    """Return the bits of float8_e4m3fn numbers. All NaNs count as 0x7F, and -0.0 as 0.0."""
     numbers = reference.unpaired(array)
     wide, bits = numbers.astype(np.float32), numbers.view(np.uint8)
     return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
@@ -75,7 +76,7 @@ def _bits(array):
     ),
 )
 def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, backend):
-    """A GPU's quotient may be off by one ulp, and then round to the neighbouring number."""
+    """A GPU's division may be wrong in the last bit, and then be rounded to the next FP8 number."""
     dtype, heads = dtype_and_heads
     rng = np.random.default_rng(3)
     kv = _pool(rng, F8, 5, 8, *heads)
@@ -95,7 +96,11 @@ def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, ba
 
 
 def _stored_by(op, values, scales, backend):
-    """Return the pool after an op has stored keys and values [T, 1, H], with token t in slot t."""
+    """Store `values` [T, 1, H] as keys and as values by the op, token t in slot t.
+
+    Returns:
+        The pool.
+    """
     num_tokens, _, size = values.shape
     kv = LayerKV(*(to_pool(np.zeros((num_tokens, 1, 1, size)), F8) for _ in range(2)))
     scales = KVScales(*(jnp.full(1, scale, F32) for scale in scales))
@@ -124,7 +129,7 @@ def _stored_by(op, values, scales, backend):
 def test_every_bfloat16_value_is_rounded_to_the_nearest_float8(op, scales, backend):
     """Values are rounded to nearest even and clipped to 448, and NaN is preserved."""
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
-    # RoPE adds the other channel times a sine of 0, which is NaN if that channel is not finite.
+    # RoPE adds sin(0) times the paired channel, which is NaN if that channel is not finite.
     if op == "rope and decode":
         every = np.where(np.isfinite(every.astype(np.float32)), every, BF16(0))
     values = jnp.asarray(every.reshape(256, 1, 256))
@@ -149,7 +154,7 @@ FLOAT8_DEFAULT += [((1, 128), True, Backend.XLA)]
     ),
 )
 def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms, backend):
-    """The stored keys equal the rounded keys of a bfloat16 pool. The queries are equal."""
+    """The stored keys are the keys of a bfloat16 pool, rounded to FP8. The queries are the same."""
     num_partials, size = partials_and_size
     rng = np.random.default_rng(4)
     shape, slots = (num_partials, 5, 6 + 2 * 2, size), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
@@ -197,7 +202,7 @@ def test_empty_writes_and_copies_change_nothing(backend):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F8])
 def test_pool_is_updated_in_place(op, dtype, backend):
     if backend is Backend.XLA and dtype is BF16:
-        pytest.skip("XLA's CPU compiler has no such scatter; see kv_cache/xla.py")
+        pytest.skip("XLA's CPU compiler has no scatter of this dtype; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)
     kv = LayerKV(*(to_pool(np.zeros(shape), dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)

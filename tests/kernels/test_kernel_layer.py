@@ -27,7 +27,7 @@ WIDE = LayerSizes(hidden=1536, attention_output=1536, inner=8960, qkv=2048)
 
 
 def layer(sizes, dtype, seed=0):
-    """Return rows and weights with about the standard deviations of a real model."""
+    """Return random activations and weights with the standard deviations of a real model."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape, spread=1.0, mean=0.0):
@@ -46,7 +46,7 @@ def layer(sizes, dtype, seed=0):
 
 
 def two_layers(attention_output, hidden, weights, num_rows, backend):
-    """Run the op twice with the same exchange memory, and return both results."""
+    """Run the op for two layers, passing on the exchange memory; return the results of both."""
     exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
@@ -64,7 +64,7 @@ def error(got, want):
 @pytest.mark.parametrize(
     "sizes", [pytest.param(SMALL, id="small"), pytest.param(ODD, id="odd", marks=pytest.mark.full)]
 )
-def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
+def test_fused_layer_is_as_accurate_as_separate_ops(sizes, num_rows, backend):
     """Compare bfloat16 results with float64, and check that repeated runs are equal."""
     attention_output, hidden, weights = layer(sizes, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
@@ -85,7 +85,7 @@ def test_fused_layer_is_as_exact_as_single_ops(sizes, num_rows, backend):
 
 @pytest.mark.parametrize("backend", XLA_AND_TRITON)
 def test_fused_layer_rows_are_independent(backend):
-    """A row with NaN or infinity changes no other row, and each launch ends."""
+    """A row with NaN or infinity changes no other row, and does not make the kernel hang."""
     attention_output, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
     clean = run(attention_output, hidden, weights, jnp.int32(ROWS))
@@ -96,7 +96,7 @@ def test_fused_layer_rows_are_independent(backend):
         np.testing.assert_array_equal(got[keep], want[keep])
         assert np.isnan(np.asarray(got[2])).all()
         assert not np.isfinite(np.asarray(got[5])).all()
-    jax.block_until_ready(run(attention_output, hidden, weights, jnp.int32(0)))  # only padding
+    jax.block_until_ready(run(attention_output, hidden, weights, jnp.int32(0)))  # only padding rows
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
@@ -112,7 +112,7 @@ def test_unsupported_dtypes_are_not_fused(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
-    """Each work unit belongs to one program, and each partial has one region of memory."""
+    """Each unit of a GEMM has one program, and each partial has a place in the exchange memory."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.num_words == ends[-1]
@@ -139,8 +139,8 @@ def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 @pytest.mark.parametrize("num_cores", [78, 132])
-def test_fused_layer_program_fills_an_sm(sizes, num_cores):
-    """A program takes over half of an SM's shared memory, so each SM runs one program."""
+def test_sm_runs_only_one_program_of_the_fused_layer(sizes, num_cores):
+    """A program takes more than half of the shared memory of an SM, so two programs do not fit."""
     plan = choose(sizes=sizes, num_cores=num_cores)
     assert plan is not None
     assert plan.num_programs == num_cores
@@ -165,7 +165,8 @@ def test_fused_layer_needs_hopper_and_small_steps():
         {"device_kind": "NVIDIA A100-SXM4-80GB"},
         {"sizes": SMALL._replace(inner=448)},
         {"sizes": LayerSizes(hidden=4096, attention_output=4096, inner=14336, qkv=6144)},
-        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},  # no memory left for the pipeline
+        # With this size, no shared memory is left for the pipeline.
+        {"sizes": QWEN._replace(inner=2**18), "num_cores": 16},
     ):
         assert choose(**change) is None
 

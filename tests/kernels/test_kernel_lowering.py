@@ -43,7 +43,7 @@ from pallas_kernels import (
 )
 from tests.covering import covering
 
-# Without the number of cores, GEMMs of few rows use XLA.
+# If the number of SMs is unknown, GEMMs of few rows use XLA.
 H200_OF_UNKNOWN_CORES = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 B, M, T, P, S, N, K = 144, 8, 96, 32, 16, 6, 2
 
@@ -66,7 +66,7 @@ def _pool(dtype, *shape):
 
 
 def _operations(dtype, head_size, block_size=S, pool_dtype=None):
-    """Return an op and its arguments by name."""
+    """Return a dict that maps a name to an op and the shapes of its arguments."""
     decode_op, prefill_op, rope_decode_op = (
         partial(op, scale=0.1, backend=Backend.TRITON)
         for op in (paged_decode_attention, paged_prefill_attention, rope_decode_attention)
@@ -140,8 +140,8 @@ def test_ops_over_a_float8_pool_lower_to_the_expected_kernels(dtype, head_size):
         assert sorted(_kernels(function, *arguments)) == expected, name
 
 
-def test_prompts_too_large_to_widen_use_the_triton_kernel():
-    """A block table of width 1024 has more entries than the buffer has room for."""
+def test_float8_prompts_too_large_to_convert_use_the_triton_kernel():
+    """Tables of 1,024 columns may have more blocks than the buffer for converted blocks holds."""
     kv = _pool(F8, P, S, 8, 128)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     for width, num_triton in ((29, 1), (1024, 2)):
@@ -162,7 +162,8 @@ def test_scales_are_kernel_inputs_so_that_layers_share_a_program():
     assert call.count("tensor<1xf32>") == 2
 
 
-# Head sizes far below the tile of a tensor core, not a power of two, and the largest.
+# Head sizes below the 16 columns of a tensor-core tile, sizes that are no powers of two, and the
+# largest size.
 HEAD_SIZES = (2, 8, 12, 16, 24, 32, 40, 64, 80, 96, 128, 200, 256)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LOWERED = {
@@ -171,7 +172,7 @@ LOWERED = {
     for j, (name, dtype) in enumerate(DTYPES.items())
     if size in (8, 128) or (i + j) % 3 == 0
 }
-DEFAULT = ("f32-2", "f16-24", "f16-64", "bf16-128", "bf16-200")
+DEFAULT = ("f32-2", "f16-64", "bf16-128", "bf16-200")
 assert {*DEFAULT} <= {*LOWERED}
 
 
@@ -184,7 +185,7 @@ assert {*DEFAULT} <= {*LOWERED}
     ids=LOWERED,
 )
 def test_each_op_lowers_to_one_kernel(dtype, head_size):
-    """Prefill with decode rows lowers to two."""
+    """Only prefill of a batch with many decode rows lowers to two kernels."""
     prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"
     expected = {"prefill": [prefill], "mixed": [prefill, "triton"]}
     for name, (function, arguments) in _operations(dtype, head_size).items():
@@ -196,7 +197,7 @@ def test_each_op_lowers_to_one_kernel(dtype, head_size):
     [7, 8, 256, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4, 32, 64, 128))],
 )
 def test_ops_lower_for_every_block_size(block_size):
-    """The Hopper prefill kernel needs blocks of at least 8 slots, because of its copies."""
+    """Blocks of fewer than 8 slots use the Triton prefill kernel; the others use the Hopper one."""
     operations = _operations(BF16, 128, block_size)
     names = "norms, rope and split decode", "decode", "prefill", "prefill, cap, window"
     for name in (*names, "norms, rope and write", "write", "copy"):
@@ -280,7 +281,7 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
         return expert_down_gemm(rows, down, routing, **options)
 
     text = lower(run, *arguments, device=device)
-    # The small kernels choose experts, pack tiles and sum rows. The Triton GEMM also gathers rows.
+    # Small kernels choose experts, list tiles and sum rows. Before a Triton GEMM, one gathers rows.
     num_small = 3 if gemm == "mosaic_gpu" else 4
     assert sorted(re.findall(KERNEL_CALL, text)) == sorted([gemm] * 2 + ["triton"] * num_small)
     assert "stablehlo.dot_general" not in text

@@ -23,7 +23,7 @@ from pallas_kernels import (
 )
 from tests.reference import kernels as reference
 
-# dtype, block size, (query heads, KV heads), head size, with norms
+# (dtype, block size, (query heads, KV heads), head size, whether the model has head norms)
 SHAPES = [(F32, 8, (4, 2), 32, True), (BF16, 16, (6, 3), 64, False), (F16, 16, (5, 1), 80, True)]
 SHAPES += [(BF16, 24, (2, 2), 96, True), (F32, 16, (16, 8), 128, False)]
 SHAPES += [(BF16, 32, (32, 8), 128, True), (F16, 8, (3, 3), 256, False)]
@@ -31,8 +31,8 @@ SHAPES += [(BF16, 8, (8, 8), 256, True), (F32, 8, (20, 1), 80, False), (F32, 8, 
 SHAPES += [(F32, 8, (4, 2), 4, False), (BF16, 16, (6, 2), 8, True), (BF16, 8, (2, 1), 12, True)]
 SHAPES += [(F16, 8, (4, 4), 24, False), (F32, 16, (6, 2), 40, True), (F32, 2, (4, 2), 32, True)]
 SHAPES += [(BF16, 256, (4, 1), 64, False)]
-# Shapes of the default tier: each dtype and kind of head size, with and without norms. The number
-# of KV heads is odd, a power of two, or more than a tile has.
+# The default tier tests only these shapes in interpret mode. They have each dtype and kind of head
+# size, with and without norms. The KV heads are an odd number, a power of two, or more than a tile.
 INTERPRETED = [SHAPES[i] for i in (1, 2, 5, 9, 12)]
 BY_XLA = [SHAPES[i] for i in (2, 4)]
 EPS = 1e-3
@@ -83,7 +83,7 @@ def test_rope_write_kv_matches_reference(shape, backend):
     written = np.isfinite(plain(np.float64)[1][0])
     for part, got in enumerate(pool):
         assert got.dtype == dtype
-        # Only the given slots are written; all other slots still hold NaN.
+        # The op writes only the slots of the tokens; all other slots still hold NaN.
         np.testing.assert_array_equal(np.isfinite(np.asarray(got, np.float32)), written)
         rows = written.reshape(-1, *written.shape[2:]).all(axis=(1, 2))
 
@@ -127,7 +127,7 @@ def test_rope_write_kv_without_rotation_matches_reference(shape, backend):
 
 
 def test_rope_write_kv_rounds_rows_to_a_narrower_dtype(backend):
-    """The pool is narrower than the queries, then the queries are narrower than the pool."""
+    """First the pool's dtype is narrower than that of the queries, then it is wider."""
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
     q, exact = run(*arrays)
@@ -179,7 +179,7 @@ def test_add_rms_norm_matches_reference(shape, dtype, backend):
 @pytest.mark.parametrize(
     "backend", on_backends(strength=0, keep=lambda backend: backend is Backend.INTERPRET)
 )
-def test_norm_scales_can_be_float32(backend):
+def test_norm_weights_can_be_float32(backend):
     (qkv, pool, slots, angles), _ = _case(BF16, 16, (6, 2), 64, False, BF16)
     lens = jnp.asarray([16, 3, 0, 1, 9, 31], jnp.int32)
     tables = jnp.asarray([[1, 0], [2, 0], [0, 0], [3, 0], [4, 0], [0, 1]], jnp.int32)
@@ -218,7 +218,8 @@ def test_norm_scales_can_be_float32(backend):
 def test_gated_silu_matches_reference(shape, dtype, backend):
     rows, size = shape
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
-    values[:, 0] *= np.linspace(1, 30, size)  # where the exponential dominates or vanishes
+    # The gates become so large that exp(-gate) is much larger or smaller than 1.
+    values[:, 0] *= np.linspace(1, 30, size)
     gate_up = jnp.asarray(values, dtype)
     out = jax.jit(partial(gated_silu, backend=backend))(gate_up)
     assert out.dtype == dtype
@@ -229,8 +230,8 @@ def test_gated_silu_matches_reference(shape, dtype, backend):
     assert_close(np.asarray(out)[:, None], plain, dtype)
 
 
-def test_gates_of_large_magnitude_close_or_open(backend):
-    """Intermediate values do not overflow. NaN and infinity are preserved."""
+def test_gated_silu_of_large_gates_does_not_overflow(backend):
+    """A large negative gate gives 0, a large positive gate gives gate * up. NaN stays NaN."""
     gates = jnp.tile(jnp.asarray([-1e4, -200, 0, 200, 1e4, jnp.inf, jnp.nan], BF16), 1300)
     gate_up = jnp.stack([gates, jnp.full_like(gates, 2)])[None]
     out = jax.jit(partial(gated_silu, backend=backend))(gate_up)[0]
@@ -254,8 +255,8 @@ def test_float32_partials_are_summed_and_rounded_before_use(backend):
         np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
 
 
-# (rows, depth, width) of GEMMs. The Hopper kernel supports all but the last two. It splits the rows
-# into one or two tiles. Some GEMMs have 128 columns per program and more steps than stages.
+# (rows, depth, width) of GEMMs. The Hopper kernel supports all but the last two, with one or two
+# tiles of rows. In some GEMMs, a program has 128 columns and more steps than pipeline stages.
 GEMMS = [(24, 192, 128), (8, 1024, 64), (64, 2048, 256), (96, 1024, 192), (192, 320, 64)]
 GEMMS += [(256, 1024, 1024), (256, 576, 4352), (40, 100, 24), (300, 512, 8)]
 
@@ -267,7 +268,7 @@ def _inputs(seed, x_shape, weight_shape, dtype):
 
 
 def _assert_gemm(got, exact, depth, dtype):
-    """Check that the error is at most one rounding to `dtype`, after `depth` float32 products."""
+    """Check that the error is at most one rounding to `dtype` plus that of `depth` float32 sums."""
     allowed = 8 * float(jnp.finfo(dtype).eps) + 4 * depth**0.5 * float(jnp.finfo(F32).eps)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
@@ -280,7 +281,7 @@ def test_split_k_gemm_matches_reference(shape, dtype, backend):
     partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert partials.dtype == (dtype if len(partials) == 1 else F32)
     assert len(partials) == 1 or (backend is not Backend.XLA and dtype != F32)
-    # This backend uses XLA's GEMM, but splits the depth as a GPU does.
+    # In interpret mode the op runs XLA's GEMM, but splits the depth as on a GPU.
     if backend is Backend.INTERPRET and dtype != F32:
         assert len(partials) == {8: 4, 64: 8, 300: 1}.get(rows, len(partials))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
@@ -297,8 +298,8 @@ def test_gated_gemm_matches_reference(shape, dtype, backend):
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(2048, marks=pytest.mark.gpu)])
-def test_closed_gate_gives_zero_even_if_its_terms_overflow(rows, backend):
-    """exp(-gate) and gate * up are infinite."""
+def test_gated_gemm_of_a_very_negative_gate_is_zero(rows, backend):
+    """The intermediate results exp(-gate) and gate * up are infinite."""
     x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 3072), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
     out = jax.jit(partial(gated_gemm, backend=backend))(x, weight)
@@ -308,15 +309,15 @@ def test_closed_gate_gives_zero_even_if_its_terms_overflow(rows, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 96, 128])
 def test_split_k_gemm_with_a_large_weight_matches_reference(rows):
-    """Each program computes all rows, and has more steps than the pipeline has stages."""
+    """Each program computes all rows, and takes more steps than its pipeline has stages."""
     x, weight = _inputs(10, (rows, 2304), (2304, 4224), BF16)
     partials = jax.jit(partial(split_k_gemm, backend=Backend.TRITON))(x, weight)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     _assert_gemm(sum_partials(partials, F32), exact, 2304, partials.dtype)
 
 
-# Few rows: programs have 128 columns on GPUs with at least 130 SMs. Many rows: a program computes
-# two or three tiles on a GPU with 132 SMs. Other GPUs use XLA's GEMM.
+# On a GPU with 132 SMs, a program of the few-rows kernel has 128 columns, and a program of the
+# many-rows kernel computes two or three tiles. GPUs with fewer SMs use XLA's GEMM.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "dtype"),
@@ -335,7 +336,7 @@ def test_gated_gemm_with_a_large_weight_matches_reference(rows, depth, width, dt
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 256, 2048])
 def test_gemms_are_deterministic(rows):
-    """Other launches before a launch do not change its result."""
+    """Repeated runs have equal bits, whatever ran on the GPU before."""
     x, weight = _inputs(9, (rows, 1024), (1024, 2, 3072), BF16)
 
     @jax.jit

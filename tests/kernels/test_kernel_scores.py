@@ -31,7 +31,8 @@ from pallas_kernels.scores.adjustments import (
 from tests.reference import kernels as reference
 
 B, R = 4, 6
-# Vocabularies of less than a block of tokens, more than a block, more than a chunk, and two chunks.
+# Sizes of the vocabulary: less than a block of 128 tokens, more than a block, more than a chunk of
+# 4,096 tokens, and two whole chunks.
 WIDTHS = [5, 130, 4099, 8192]
 _scores = jax.jit(token_scores, static_argnames=("count", "backend"))
 _greedy = jax.jit(greedy_scores, static_argnames=("count", "backend"))
@@ -71,7 +72,7 @@ def test_scores_match_sorted_reference(width, backend):
 
 
 @pytest.mark.parametrize("width", [5, 4099])
-def test_chosen_rows_report_logits_instead_of_logprobs(width, backend):
+def test_requested_rows_report_logits_instead_of_logprobs(width, backend):
     logits, reports_logits = _logits(width), np.array([True, False, False, True])
     logits[3, 1:4] = -np.inf
     _check(logits, [0, width - 1, 3, 2], 4, backend, reports_logits)
@@ -83,8 +84,8 @@ def test_chosen_rows_report_logits_instead_of_logprobs(width, backend):
     assert (highest[1:3] < 0).all()
 
 
-def test_ties_are_ordered_by_token_id(backend):
-    """Ties are within a block, across blocks, across chunks, and across the whole row."""
+def test_tokens_with_equal_logits_are_ordered_by_id(backend):
+    """Equal logits are in one block, in several blocks, in several chunks, and in the whole row."""
     logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
     logits[1] = 7.0
     logits[2, [4098, 4095, 4096, 127, 128, 3, 2000]] = 99.0
@@ -105,7 +106,8 @@ def test_forbidden_tokens_come_last_in_order_of_id(backend):
             st.integers(-3, 3).map(float),  # many ties
             st.floats(-60, 60, width=32, allow_subnormal=False),
             st.sampled_from([-np.inf, 1e30, -1e30]),
-        ).map(lambda x: x + 0.0),  # no negative zero, which sorting treats as zero
+            # The addition turns -0.0 into 0.0, because the sort of the reference treats both alike.
+        ).map(lambda x: x + 0.0),
         min_size=150,
         max_size=150,
     ).filter(lambda row: max(row) > -np.inf),
@@ -176,7 +178,7 @@ ROW_FLAGS = [
         ),
     ),
 )
-def test_greedy_choice_equals_the_adjusted_maximum(width, row_flags, backend):
+def test_greedy_token_has_the_highest_adjusted_logit(width, row_flags, backend):
     logits, adjustments = _logits(width), _adjustments(width, row_flags)
     state: list[Any] = [np.asarray(array) for array in adjustments]
     expected = reference.adjust_logits(logits, *state)
@@ -200,9 +202,9 @@ def test_row_without_adjustments_reads_no_state(backend):
     assert (np.asarray(packed[:, 0]) >= 0).all()
 
 
-def test_first_maximum_is_chosen_if_it_is_finite(backend):
+def test_greedy_token_is_the_first_maximum_or_minus_1_if_not_finite(backend):
     logits = np.zeros((7, 4099), np.float32)
-    logits[0, [0, 1, 4097]] = -0.0  # equal to the others
+    logits[0, [0, 1, 4097]] = -0.0  # The other logits are 0.0, which equals -0.0.
     logits[1, [4098, 4096, 4095]] = 5.0
     logits[2, [7, 4097]] = np.nan, 100
     logits[3, 4098] = np.inf

@@ -12,15 +12,15 @@ from pallas_kernels import Backend, target_scores
 from pallas_kernels.target_scores import xla
 from tests.reference import kernels as reference
 
-# Widths below one slice, of whole slices, and with a last slice of one token. On Hopper GPUs, the
-# kernel needs multiples of 8, and the last tile has 256, 128, 8 or 136 tokens.
+# Sizes of the vocabulary: less than a slice of 256 tokens, whole slices, and a last slice of one
+# token. The Hopper kernel takes the multiples of 8; its last tile has 256, 128, 8 or 136 tokens.
 WIDTHS = (5, 256, 300, 384, 520, 648, 769)
 
 
 def run(dtype, rows, width, *, depth=128, soft_cap=None, backend):
-    """Return the scores of random rows, and the reference's.
+    """Return the op's scores of random rows, and the scores that the reference computes.
 
-    Some targets are the first and last tokens of slices and of the vocabulary, or outside.
+    Some targets are the first or last token of a slice or of the vocabulary, or outside it.
     """
     rng = np.random.default_rng(width + rows)
     x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
@@ -65,7 +65,7 @@ def test_soft_cap_bounds_the_logits(backend):
     ],
 )
 def test_target_scores_lower_to_one_hopper_kernel(shape, dtype, kernel):
-    """The kernel replaces the product, so no logits are stored."""
+    """With the kernel, the program has no matrix product, so it stores no logits."""
     rows, depth, width = shape
     sizes = ((rows, depth), dtype), ((width, depth), dtype), ((rows,), jnp.int32)
     arguments = [jax.ShapeDtypeStruct(*each) for each in sizes]

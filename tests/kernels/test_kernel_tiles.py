@@ -9,7 +9,12 @@ from tests.covering import covering
 
 
 def _ragged(seed):
-    """Return sequence lengths, numbers of new tokens, their offsets, and the padded row count."""
+    """Return a random ragged batch.
+
+    Returns:
+        Lengths of the sequences, numbers of new tokens, `query_start_loc`, and the number of rows
+        including padding.
+    """
     rng = np.random.default_rng(seed)
     query_lens = rng.choice([0, 1, 2, 7, 8, 9, 31, 32, 33, 64], size=6)
     seq_lens = query_lens + np.where(query_lens > 0, rng.integers(0, 50, size=6), 0)
@@ -18,7 +23,7 @@ def _ragged(seed):
 
 
 @pytest.mark.parametrize(("seed", "tile_size"), covering(range(4), [1, 8, 32], strength=1))
-def test_every_row_has_one_tile(tile_size, seed):
+def test_every_query_row_is_in_exactly_one_tile(tile_size, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = tile_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, tile_size
@@ -62,8 +67,8 @@ def test_every_row_is_in_exactly_one_tile_and_in_its_window(window, seed):
     ("query_lens", "tile_size"),
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
-def test_leading_one_token_rows_get_no_tile(query_lens, tile_size):
-    """Each later row is in exactly one tile, both in `tile_map` and in `window_map`."""
+def test_leading_decode_rows_get_no_prefill_tile(query_lens, tile_size):
+    """All rows after the leading decode rows are in exactly one tile of each kind of map."""
     batch = len(query_lens)
     num_decode_rows = next((i for i, n in enumerate(query_lens) if n != 1), batch)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

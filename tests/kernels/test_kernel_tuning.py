@@ -25,7 +25,8 @@ def _decode(**changes):
 
 def test_decode_splits_fill_the_gpu():
     assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 8, 8, 8]
-    assert _decode(batch=1, max_context=64).num_splits == 1  # at most one split per tile
+    # A context of 64 tokens is one key tile, and a split has at least one tile.
+    assert _decode(batch=1, max_context=64).num_splits == 1
     percents = [_decode(batch=b).split_percent_of_mean for b in (8, 16, 48, 64, 192, 256)]
     assert percents == [None, None, 110, 110, 150, 150]
 
@@ -39,7 +40,7 @@ def test_decode_of_large_batches_uses_small_tiles_and_few_warps():
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
-def test_tiles_are_powers_of_two_within_limits(itemsize):
+def test_attention_tiles_are_powers_of_two_of_at_least_16(itemsize):
     for head_size, group, tokens in itertools.product((2, 32, 80, 256), (1, 3, 71), (1, 100, 8192)):
         decode = _decode(head_size=head_size, itemsize=itemsize)
         prefill = attention_tuning.prefill_config(
@@ -51,7 +52,7 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
-def test_head_tiles_are_powers_of_two_for_tensor_cores():
+def test_head_size_is_padded_to_a_power_of_two_of_at_least_16():
     widths = {1: 16, 8: 16, 12: 16, 16: 16, 24: 32, 64: 64, 80: 128, 96: 128, 128: 128, 200: 256}
     options = {"scale": 1.0, "soft_cap": None, "sliding_window": None}
 
@@ -70,18 +71,19 @@ def test_norm_threads_load_16_bytes_each(itemsize):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
-        # A tile covers the row, and is less than twice as wide unless it needs all 32 warps.
+        # A tile covers the row, unless that would take more than 32 warps. The tile is less than
+        # twice as wide as the row.
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
-def test_activation_of_few_rows_uses_twice_the_threads():
-    """A program writes 1024 columns with 4 or 8 warps."""
+def test_gated_silu_of_few_rows_uses_twice_as_many_threads():
+    """A program computes 1,024 columns, with 8 warps for few rows and 4 warps for many rows."""
     few, many = (gemm_tuning.gated_silu_config(num_tokens=rows, size=14336) for rows in (64, 256))
     assert few == gemm_tuning.GatedSiluConfig(1024, num_warps=8)
     assert many == gemm_tuning.GatedSiluConfig(1024, num_warps=4)
 
 
-def test_activation_of_small_products_uses_xla():
+def test_gated_silu_after_a_small_gemm_uses_xla():
     def has_kernel(rows: int, size: int) -> bool:
         return gemm_tuning.gated_silu_config(num_tokens=rows, size=size) is not None
 
@@ -89,8 +91,8 @@ def test_activation_of_small_products_uses_xla():
     assert [has_kernel(*size) for size in sizes] == [False, True, False, True, True, True]
 
 
-# By number of rows: splits of the qkv, o, gate-up and down GEMMs of Qwen3-0.6B, then of
-# Llama-3.1-8B.
+# Maps a number of rows to the numbers of splits of the qkv, o, gate-up and down GEMMs, first of
+# Qwen3-0.6B, then of Llama-3.1-8B.
 MEASURED_SPLITS = {
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
@@ -101,7 +103,7 @@ MEASURED_SPLITS = {
 
 
 @pytest.mark.parametrize("rows", [*MEASURED_SPLITS])
-def test_gemm_splits_follow_measurements(rows):
+def test_number_of_gemm_splits_is_the_fastest_measured_one(rows):
     def splits(depth, width, itemsize=2):
         return gemm_tuning.num_splits(GemmProblem(rows, depth, width, itemsize))
 
@@ -123,11 +125,12 @@ def test_hopper_prefill_is_chosen_only_if_supported():
         assert not runs(device_kind="NVIDIA H200", **{name: value})
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
     supported = [s for s in sizes if runs(device_kind="NVIDIA H200", block_size=s)]
-    assert supported == [8, 16, 32, 64, 128, 256]  # blocks that divide a tile
+    # These block sizes divide a key tile, or are multiples of a key tile.
+    assert supported == [8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
-def test_buffer_of_widened_fp8_blocks_fits_the_tokens_of_a_step(num_tokens):
+def test_buffer_for_converted_fp8_blocks_fits_the_tokens_of_a_step(num_tokens):
     facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
     assert config.max_blocks == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
@@ -147,9 +150,11 @@ def test_hopper_gemm_splits_give_at_most_one_program_per_sm():
     assert splits == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
     tiles = [_few_rows(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
-    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs; 64 rows: 192
-    assert _few_rows(64, 320, 1024).num_splits == 1  # five steps cannot be halved
-    assert _few_rows(64, 512, 64).num_splits == 4  # each split has a depth of at least 128
+    # The GEMM needs 96 programs. With tiles of 64 rows, it would need 192.
+    assert _few_rows(128, 1024, 6144).tile_rows == 128
+    # A depth of 320 is 5 steps of 64. An odd number of steps cannot be split.
+    assert _few_rows(64, 320, 1024).num_splits == 1
+    assert _few_rows(64, 512, 64).num_splits == 4  # Each split must have a depth of at least 128.
 
 
 def test_hopper_gemm_reads_a_large_weight_once():
@@ -160,12 +165,15 @@ def test_hopper_gemm_reads_a_large_weight_once():
 
 
 def test_hopper_gemm_prefetch_is_limited_for_large_weights():
+    # The first GEMM has 128 programs, and the third has 112.
     for rows in (8, 64, 128):
-        assert _few_rows(rows, 14336, 4096).num_stages == 8  # 128 programs
-    assert _few_rows(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
+        assert _few_rows(rows, 14336, 4096).num_stages == 8
+    # This GEMM has 96 programs, so a quarter of the SMs is idle.
+    assert _few_rows(8, 4096, 6144).num_stages == 10
     for rows in (8, 64, 128):
-        assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
-    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # two row tiles share a weight
+        assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4
+    # The weight is shared by two tiles of rows.
+    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6
 
 
 def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
@@ -186,14 +194,16 @@ def test_hopper_gemm_fits_the_shared_memory_of_an_sm():
     assert num_supported > 200
 
 
-def test_hopper_gemm_computes_two_tiles_per_program_if_sms_are_short():
-    """Each program reads all rows, so with fewer programs the rows are read less often."""
+def test_hopper_gemm_computes_two_tiles_per_program_if_there_are_few_sms():
+    """With one tile per program, there would be more programs than SMs."""
     assert _few_rows(64, 1024, 8448).num_consumers == 1
     assert _few_rows(64, 1024, 8576).num_consumers == 2
-    assert _few_rows(64, 1024, 8512) is None  # 133 tiles cannot be paired
+    # The GEMM has 133 tiles. An odd number of tiles cannot be paired.
+    assert _few_rows(64, 1024, 8512) is None
     assert _few_rows(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
     assert _few_rows(64, 4096, 16896).num_consumers == 2
-    assert _few_rows(64, 4096, 17408) is None  # still 136 programs
+    # The GEMM would need 136 programs of two tiles, but there are 132 SMs.
+    assert _few_rows(64, 4096, 17408) is None
 
 
 def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
@@ -206,7 +216,8 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
     assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    assert _few_rows(192, 2048, 4096, num_factors=2) is None  # both factors are too large together
+    # The gate weight and the up weight are too large together.
+    assert _few_rows(192, 2048, 4096, num_factors=2) is None
 
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
@@ -214,14 +225,16 @@ def _gated_gemm(rows, depth, width, **changes) -> Any:
     return gemm_tuning.many_rows_config(GemmProblem(rows, depth, width, num_factors=2, **facts))
 
 
-def test_hopper_gated_gemm_of_many_rows_fills_the_sms():
+def test_hopper_gated_gemm_of_many_rows_runs_only_if_it_keeps_sms_busy():
     counts = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
     wide, narrow = (
         [rows for rows in counts if _gated_gemm(rows, *shape)]
         for shape in ((4096, 14336), (1024, 3072))
     )
-    assert wide == [*counts]  # at least 112 tiles
-    assert narrow == [2048, 3072, 4096, 6144, 8192]  # other counts leave many SMs idle
+    # The wide GEMM has at least 112 tiles with any number of rows.
+    assert wide == [*counts]
+    # With other numbers of rows, the narrow GEMM would leave many SMs idle in the last round.
+    assert narrow == [2048, 3072, 4096, 6144, 8192]
 
 
 def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
@@ -244,7 +257,7 @@ def test_gemm_splits_divide_the_depth():
 
 
 def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") -> Any:
-    """Return the few-rows and the many-rows configuration of an FP8 product."""
+    """Return the few-rows configuration and the many-rows configuration of an FP8 GEMM."""
     gemm = GemmProblem(rows, depth, width, 1, factors, num_cores=132, device_kind=kind)
     few = gemm_tuning.few_fp8_rows_config(gemm, grouped=grouped)
     return few, gemm_tuning.many_fp8_rows_config(gemm, grouped=grouped)
@@ -265,15 +278,19 @@ def test_fp8_gemm_tiles_fit_shared_memory_and_divide_the_weight_evenly(grouped):
         assert depth % (few.num_splits * 128) == width % (few.num_consumers * 64) == 0
 
 
-def test_channel_scaled_gemms_use_xla_if_its_tiles_fit_better():
-    assert _fp8(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
+def test_channel_scaled_gemms_use_xla_if_the_kernel_leaves_sms_idle():
+    # The kernel would need 224 programs, but there are 132 SMs.
+    assert _fp8(64, 4096, 28672)[0] is None
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
-    assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 narrow ones in two rounds
+    # The kernel would have 96 wide tiles, or 192 narrow tiles in two rounds, for 132 SMs.
+    assert _fp8(512, 4096, 6144)[1] is None
     assert _fp8(512, 4096, 6144, grouped=True)[1] is not None
-    assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 tiles; only 64 with wide tiles
+    # The GEMM has 128 narrow tiles or 64 wide tiles. Narrow tiles keep more SMs busy.
+    assert _fp8(512, 4096, 4096)[1].num_factors == 1
     assert _fp8(8192, 4096, 4096)[1].num_factors == 2
     assert _fp8(2048, 1024, 1024)[1].num_factors == 1
-    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # one factor is gate, the other is up
+    # In a gated GEMM, one factor is the gate, and the other is up.
+    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -288,7 +305,10 @@ def test_hopper_fp8_gemms_need_a_hopper_gpu_and_whole_tiles(grouped):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """Return the name of a GPU with a tuned table. Tables are cached, so the name is new."""
+    """Create a table of tuned parameters, and return the name of its GPU.
+
+    Tables are cached by name, so each test gets a new name.
+    """
     size = "head_size=128,itemsize=2"
     table = {"decode": {size: {"tile_tokens": 32}}, "write": {size: {"chunk": 512}}}
     (tmp_path / "tuned").mkdir()

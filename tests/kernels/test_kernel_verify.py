@@ -31,7 +31,10 @@ GPU_CASES = [
 
 
 def verify_lens(block_size, num_queries):
-    """Return (total, query) lengths at the edges of blocks and tiles, and of a padding row."""
+    """Return `Case.lens` for sequences that end near the end of a block or of a tile.
+
+    One of the sequences is a padding row.
+    """
     totals = (num_queries, num_queries + 1, 2 * block_size + num_queries, 0, 140, 300)
     return tuple((total, min(num_queries, total)) for total in totals)
 
@@ -59,25 +62,25 @@ def check(case, num_queries, backend, more_lens=()):
 
 
 @pytest.mark.parametrize(("case", "num_queries"), CASES, ids=str)
-def test_verify_matches_reference(case, num_queries, backend):
+def test_verify_attention_matches_reference(case, num_queries, backend):
     check(case, num_queries, backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "num_queries"), GPU_CASES, ids=str)
-def test_verify_matches_reference_on_a_gpu(case, num_queries):
+def test_verify_attention_matches_reference_on_a_gpu(case, num_queries):
     check(case, num_queries, Backend.TRITON, ((3000, num_queries),) * 3)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 8])
-def test_verify_with_any_number_of_splits_matches_reference(num_splits, monkeypatch):
+def test_verify_attention_with_any_number_of_splits_matches_reference(num_splits, monkeypatch):
     config = tuning.DecodeConfig(16, num_splits, target_programs=24)
     monkeypatch.setattr(tuning, "decode_config", lambda **_: config)
     check(Case(head_size=32, heads=(4, 2)), 4, Backend.INTERPRET)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F8])
-def test_verify_lowers_to_one_kernel(dtype):
+def test_verify_attention_lowers_to_one_kernel(dtype):
     q = jax.ShapeDtypeStruct((8, 4, 4, 64), F32 if dtype == F32 else BF16)
     pool = to_pool(np.zeros((9, 16, 2, 64)), dtype)
     tables, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 8), (8,)))

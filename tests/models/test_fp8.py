@@ -31,6 +31,7 @@ from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, shard_slices
 from pallas_kernels import Backend, quantize_rows
+from tests.covering import covering
 from tests.reference import kernels as reference_kernels
 
 F32 = jnp.float32
@@ -83,8 +84,10 @@ def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
     assert difference(logits_of(load(tmp_path)), expected) < 1e-3
 
 
-@pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 1000])
-@pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "gemma3"])
+@pytest.mark.parametrize(
+    ("case", "slab_bytes"),
+    covering(["llama3-biases", "opt-350m", "gemma3"], [1000, loader.SLAB_BYTES], strength=1),
+)
 def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch, case, slab_bytes):
     reference(case).save_pretrained(tmp_path / "wide")
     made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
@@ -110,8 +113,9 @@ def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
     np.testing.assert_array_equal(values, reference_kernels.to_fp8(weight, scale))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", ["channel", "static", "block", "loaded"])
+@pytest.mark.parametrize(
+    ("kind", "count"), covering(["channel", "static", "block", "loaded"], [2, 4], strength=1)
+)
 def test_tensor_parallel_devices_hold_shards_of_the_same_fp8_weights(tmp_path, kind, count):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 1}

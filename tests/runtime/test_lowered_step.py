@@ -15,16 +15,17 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import ALL_SHAPES, SHAPES
+from examples import fused_jax_llama
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import select_worker_recipes
 from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.jax_model import JaxModel, plan_jax_model
+from jpaged.models.jax_model import JaxDecoder, JaxModel, plan_jax_model
 from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
-from jpaged.models.sizes import ModelSizes
+from jpaged.models.sizes import JaxModelSizes, ModelSizes
 from jpaged.runtime.drafting import make_drafter
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -196,6 +197,35 @@ def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: 
     counted = launches(lowered_for_gpu(recipes[name]))
     assert counted[PRODUCT] == 1  # the logits
     assert counted[KERNEL] + counted[HOPPER_KERNEL] == 2 * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [("decode", 64), ("prefill", (512, 8))], ids=str)
+def test_fused_operations_launch_the_kernels_of_the_built_in_family(name: tuple):
+    fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
+    config = read_model_config(fields)
+    width, inner, size = config.hidden_size, fields["intermediate_size"], config.head_size
+    heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
+    sizes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    sizes |= {f"self_attn.{it}_norm": (size,) for it in "qk"}
+    sizes |= {f"self_attn.{it}_proj": (kv_heads, width) for it in "kv"}
+    sizes |= {"self_attn.q_proj": (heads, width), "self_attn.o_proj": (width, heads)}
+    sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    sizes |= {"mlp.down_proj": (width, inner)}
+    weights = {f"model.layers.{i}.{n}.weight": it for i in range(2) for n, it in sizes.items()}
+    weights |= {"model.embed_tokens.weight": (config.vocab_size, width)}
+    weights |= {"model.norm.weight": (width,)}
+    shapes = {name: jax.ShapeDtypeStruct(it, jnp.bfloat16) for name, it in weights.items()}
+    params = jax.eval_shape(lambda it: fused_jax_llama.fuse(it, fields), shapes)
+    model = fused_jax_llama.make_model({"eos_token_id": None, **fields})
+    own = JaxModelSizes(
+        config.vocab_size, width, 2, config.num_kv_heads, size, model.max_positions, "bfloat16"
+    )
+    recipes = recipes_of_split(SplitModel.of(JaxDecoder(model, own, params)), own)
+    built_in = all_recipes("qwen3-0.6b", 2)[name]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = launches(lowered_for_gpu(recipes[name]))
+    assert found == launches(lowered_for_gpu(built_in))
 
 
 @reads_device_from_mesh
@@ -385,7 +415,7 @@ def test_every_step_can_be_stored():
     }
     assert len(kinds) == 11 + NUM_LEVELS
     made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8).items()
-    kinds |= {(FLOAT8, name[0]): recipe for name, recipe in made if recipe.needs_pool}
+    kinds |= {(FLOAT8, it[0]): recipe for it, recipe in made if it[0] in ("decode", "prefill")}
     assert all(stored(recipe).platforms == ("cuda",) for recipe in kinds.values())
 
 

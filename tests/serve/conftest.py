@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_engine import ScriptedEngine
 from serve_helpers import SMALL, Scenario, Servers
 from server_process import ServerProcess
+from test_tools import HERMES
 
 from jpaged import Engine
 
@@ -37,6 +39,23 @@ def serve(engine: Engine) -> Callable[..., None]:
                 await servers.end()
 
         asyncio.run(whole())
+
+    return run
+
+
+@pytest.fixture
+def scripted(engine: Engine) -> ScriptedEngine:
+    """Return an engine whose answers a test chooses."""
+    return ScriptedEngine(engine)
+
+
+@pytest.fixture
+def serve_scripted(serve: Callable[..., None], scripted: ScriptedEngine) -> Callable[..., None]:
+    """Return a function that runs a scenario with the scripted engine, which may call tools and
+    reason."""
+
+    def run(scenario: Scenario, **config: Any) -> None:
+        serve(scenario, scripted, **{**HERMES, "reasoning_parser": "qwen3", **config})
 
     return run
 

@@ -49,11 +49,6 @@ class Box(pydantic.BaseModel):
     nullable: bool | None = None
 
 
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
-
-
 def client_of(server: Server) -> openai.AsyncOpenAI:
     http: Any = server.http
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
@@ -239,7 +234,7 @@ def test_tool_choice_forces_a_valid_tool_call(
         chunks = await choices_of(server, **asked, max_tokens=200)
         assert chunks[-1]["finish_reason"] == "tool_calls"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
@@ -285,7 +280,7 @@ def test_answer_with_tools_and_response_format_is_calls_or_valid_json(
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "weather"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
@@ -301,7 +296,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_finding_the_schema_that_fails_takes_at_most_the_trial_timeout(
@@ -322,7 +317,7 @@ def test_finding_the_schema_that_fails_takes_at_most_the_trial_timeout(
 
     monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
     monkeypatch.setattr(TokenizingService, "check_spec", check_spec)
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 @pytest.mark.parametrize(

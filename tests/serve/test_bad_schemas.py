@@ -136,7 +136,7 @@ APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
 
 @pytest.fixture
 def with_tools(serve: Run, engines: Callable[..., Engine]) -> Run:
-    engine = engines(max_model_len=768, num_blocks=200)
+    engine = engines(max_model_len=1024, num_blocks=520)
     return lambda scenario: serve(scenario, engine, **{**HERMES, "chat_template": SHORT})
 
 

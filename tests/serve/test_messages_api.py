@@ -12,7 +12,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of
 from test_connections import answer_to, server
-from test_tools import CALL, HERMES
+from test_tools import CALL, HERMES, THOUGHT
 
 from jpaged import Engine, RequestDelta
 from jpaged.serve.engine import client as engine_client
@@ -28,23 +28,11 @@ TOOL: dict[str, Any] = {
     "description": "now",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-THINKING = {**HERMES, "reasoning_parser": "qwen3"}
-THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 
 @pytest.fixture
 def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
-    return ScriptedEngine(engines(max_model_len=768, num_blocks=200))
-
-
-@pytest.fixture
-def serve_scripted(serve: Run, scripted: ScriptedEngine) -> Run:
-    """Return a function that runs a scenario with the scripted engine."""
-
-    def run(scenario: Any, **config: Any) -> None:
-        serve(scenario, scripted, **{**THINKING, **config})
-
-    return run
+    return ScriptedEngine(engines(max_model_len=1024, num_blocks=520))
 
 
 def client_of(server: Server, key: str = "-") -> anthropic.AsyncAnthropic:
@@ -207,7 +195,7 @@ def test_tool_choice_forces_a_tool_call(
         assert call["name"] == "weather"
         assert call["input"].get("city", "Paris") in ("Paris", "Rome")
 
-    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+    serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
 def test_api_key_is_read_from_the_anthropic_header(serve: Run):

@@ -11,7 +11,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of
 from test_answer_forms import SCHEMA
-from test_tools import CALL, HERMES
+from test_tools import CALL, THOUGHT
 
 from jpaged import Engine
 
@@ -24,23 +24,11 @@ TOOL: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": True,
 }
-THINKING = {**HERMES, "reasoning_parser": "qwen3"}
-THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 
 @pytest.fixture
 def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
-    return ScriptedEngine(engines(max_model_len=768, num_blocks=200))
-
-
-@pytest.fixture
-def serve_scripted(serve: Run, scripted: ScriptedEngine) -> Run:
-    """Return a function that runs a scenario with the scripted engine."""
-
-    def run(scenario: Any, **config: Any) -> None:
-        serve(scenario, scripted, **{**THINKING, **config})
-
-    return run
+    return ScriptedEngine(engines(max_model_len=1024, num_blocks=520))
 
 
 def client_of(server: Server) -> openai.AsyncOpenAI:

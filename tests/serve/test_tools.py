@@ -10,7 +10,6 @@ import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of, kept_tokenizing_process
 
-from jpaged import Engine
 from jpaged.errors import ErrorInfo, ErrorKind
 from jpaged.serve.http.lifecycle import start_serving
 from jpaged.serve.http.serving import ServerState
@@ -39,11 +38,7 @@ TEMPLATE = (
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": TEMPLATE}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWER = f"I will look.\n{CALL}"
-
-
-@pytest.fixture
-def scripted(engine: Engine) -> ScriptedEngine:
-    return ScriptedEngine(engine)
+THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Skip the tests of the embedded model in `transformers` where torch is not installed."""
+"""Skip the tests that run the embedded model in `transformers` if torch is not installed."""
 
 from importlib.util import find_spec
 

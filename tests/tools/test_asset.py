@@ -32,7 +32,7 @@ def hf_model():
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 
 
-def test_folder_is_small_and_complete(hf_model):
+def test_folder_of_the_embedded_model_is_small_and_complete(hf_model):
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 12e6
     assert (FOLDER / "MODEL_CARD.md").exists()
     assert type(hf_model).__name__ == "Qwen3ForCausalLM"
@@ -40,16 +40,16 @@ def test_folder_is_small_and_complete(hf_model):
     assert json.loads((FOLDER / "config.json").read_text())["eos_token_id"] == EOS_TOKEN_IDS
 
 
-def test_shipped_tokenizer_equals_the_built_one():
+def test_shipped_tokenizer_has_the_vocabulary_of_the_tool():
     shipped = AutoTokenizer.from_pretrained(FOLDER)
     assert json.loads(shipped.backend_tokenizer.to_str())["model"]["merges"] == []
     assert shipped.get_vocab() == build_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_logits_match_transformers(loaded, hf_model, is_long):
+def test_logits_of_the_training_model_match_transformers(loaded, hf_model, is_long):
     ids = list(sample_examples(0, 1, task="sort_numbers")[0].prompt.encode())[:32]
-    if is_long:  # chats with tools that fill the context
+    if is_long:  # Use chats with tools, which fill the maximum context.
         chats = sample_dialogues(0, 6, "calculator")
         ids = [i for chat in chats for i in dialogue_document(chat).ids][:1536]
         assert len(ids) == loaded[1].max_position_embeddings
@@ -62,7 +62,7 @@ def test_logits_match_transformers(loaded, hf_model, is_long):
     np.testing.assert_allclose(np.asarray(logits), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_model_reaches_its_recorded_accuracy():
+def test_recorded_accuracy_of_every_task_is_at_least_99_percent():
     recorded = json.loads((FOLDER / "evaluation.json").read_text())["accuracy"]
     assert set(recorded) == {*TASKS, *DIALOGUES}
     assert min(share for forms in recorded.values() for share in forms.values()) >= 0.99

@@ -1,4 +1,4 @@
-"""Test the training dialogues: correct answers, the chat template's text and the held-out split."""
+"""Test the training dialogues: correct answers, the chat template, and held-out content."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_documents_equal_the_chat_template(tokenizer, task):
+def test_training_documents_equal_the_text_of_the_chat_template(tokenizer, task):
     for dialogue in sample_dialogues(1, 25, task):
         document = dialogue_document(dialogue)
         options = {"tools": list(dialogue.tools) or None, "tokenize": False}
@@ -44,13 +44,13 @@ def test_documents_equal_the_chat_template(tokenizer, task):
         written = tokenizer.apply_chat_template(dialogue.messages, **options)
         if dialogue.thought is None:
             assert tokenizer(written).input_ids == document.ids
-        else:  # the template drops reasoning of earlier turns
+        else:  # The chat template leaves out the reasoning of earlier turns.
             thought = f"<think>\n{dialogue.thought}\n</think>\n\n"
             assert written == tokenizer.decode(document.ids).replace(thought, "")
 
 
 def last_parts(tokenizer, dialogue: Dialogue, message: int) -> tuple[str, str, str]:
-    """Return the content, tool name and arguments that the parser reads from one message."""
+    """Return what jpaged's parser reads from one message: content, tool name and arguments."""
     document = dialogue_document(Dialogue(dialogue.messages[: message + 1], dialogue.tools))
     text = tokenizer.decode(document.ids).rpartition("<|im_start|>assistant\n")[2]
     parser = AnswerParser(tool_calls="hermes", reasoning="qwen3", tools=dialogue.tools)
@@ -62,7 +62,7 @@ def last_parts(tokenizer, dialogue: Dialogue, message: int) -> tuple[str, str, s
     )
 
 
-def test_tool_calls_parse_and_have_calculator_results(tokenizer):
+def test_tool_calls_of_dialogues_parse_and_have_correct_results(tokenizer):
     for dialogue in sample_dialogues(2, 60, "calculator"):
         *_, question, call, result, answer = dialogue.messages
         content, name, arguments = last_parts(tokenizer, dialogue, len(dialogue.messages) - 3)
@@ -138,7 +138,7 @@ def test_every_row_begins_with_a_new_document():
     rows = pack(next_document, 3, 100)
     assert sizes.count(100) == 3
     assert (rows.segments.max(axis=1) == 1).all()
-    with pytest.raises(ValueError, match="a document has 103 tokens, but a row only 100"):
+    with pytest.raises(ValueError, match="a document has 103 tokens, but a row has only 100"):
         pack(lambda _: raw_document(Example("spell", "a" * 100, "b")), 1, 100)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tools import house
 
-MAX_LOOSE_FILES, MAX_PRIVATE_ACCESSES = 8, 10
-MAX_FLOORS, MAX_STEP_FUNCTIONS, MAX_STEP_MODULES = 8, 60, 15
+MAX_TOP_LEVEL_FILES, MAX_PRIVATE_ACCESSES = 8, 10
+MAX_CHAIN, MAX_STEP_FUNCTIONS, MAX_STEP_MODULES = 8, 60, 15
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def imports() -> set[house.Import]:
 
 
 def write_package(root: Path, files: dict[str, str]) -> set[house.Import]:
-    """Write the files and return the imports between them."""
+    """Write the files, and return the imports that `house.find_imports` finds between them."""
     for name, code in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,13 +26,13 @@ def write_package(root: Path, files: dict[str, str]) -> set[house.Import]:
 
 
 def test_folders_and_files_have_no_import_cycles_or_upward_imports(imports: set[house.Import]):
-    assert house.circles(house.room_graph(imports, typed=False)) == []
-    assert house.circles(house.file_graph(imports)) == []
+    assert house.import_cycles(house.component_graph(imports, typed=False)) == []
+    assert house.import_cycles(house.file_graph(imports)) == []
     assert house.upward_imports(imports) == []
 
 
 def test_few_files_are_directly_in_the_package():
-    assert len(house.loose_files()) <= MAX_LOOSE_FILES
+    assert len(house.top_level_files()) <= MAX_TOP_LEVEL_FILES
 
 
 def test_tests_use_few_private_names():
@@ -60,13 +60,15 @@ def test_import_cycles_and_upward_imports_are_found(tmp_path: Path):
             "jpaged/serve/http/app.py": "from jpaged import Engine\n",
         },
     )
-    graph = house.room_graph(found, typed=True)
+    graph = house.component_graph(found, typed=True)
     expected = {"core": "runtime", "runtime": "core", "engine": "runtime", "serve": "engine"}
     assert graph == {importer: {imported} for importer, imported in expected.items()}
-    assert house.circles(graph) == [["core", "runtime"]]
-    assert house.circles(house.file_graph(found)) == [["jpaged.core.plan", "jpaged.runtime.batch"]]
+    assert house.import_cycles(graph) == [["core", "runtime"]]
+    assert house.import_cycles(house.file_graph(found)) == [
+        ["jpaged.core.plan", "jpaged.runtime.batch"]
+    ]
     assert [it.importer for it in house.upward_imports(found)] == ["jpaged.core.plan"]
-    assert house.num_floors(graph) == 3
+    assert house.longest_chain(graph) == 3
 
 
 def test_type_checking_imports_are_no_cycles(tmp_path: Path):
@@ -75,11 +77,11 @@ def test_type_checking_imports_are_no_cycles(tmp_path: Path):
         tmp_path, {"jpaged/text/a.py": typed, "jpaged/text/b.py": "import jpaged.text.a"}
     )
     assert len(found) == 2
-    assert house.circles(house.file_graph(found)) == []
+    assert house.import_cycles(house.file_graph(found)) == []
 
 
-def test_folders_have_few_layers(imports: set[house.Import]):
-    assert house.num_floors(house.room_graph(imports, typed=True)) <= MAX_FLOORS
+def test_longest_import_chain_is_short(imports: set[house.Import]):
+    assert house.longest_chain(house.component_graph(imports, typed=True)) <= MAX_CHAIN
 
 
 def test_decode_step_calls_few_functions():

@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_picture_is_current_small_and_contains_all_its_parts(name: str):
+def test_committed_picture_is_current_small_and_complete(name: str):
     text = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     assert FIGURES[name]() == text, "run python -m tools.how_it_works"
     root = ElementTree.fromstring(text)
@@ -40,7 +40,7 @@ def test_picture_is_current_small_and_contains_all_its_parts(name: str):
         assert 0 <= left < left + length <= width, words.text
 
 
-def test_pages_contain_exactly_the_pictures():
+def test_pages_contain_exactly_the_drawn_pictures():
     assert set(re.findall(r"\(how_it_works/(\w+)\.svg\)", PAGE)) == set(FIGURES)
     assert {file.stem for file in FOLDER.iterdir()} == set(FIGURES)
 
@@ -65,7 +65,7 @@ def test_page_has_the_ladder_table():
 
 
 def numbers_of_the_page() -> list[str]:
-    """Return the passages of the page with the numbers of a run."""
+    """Return passages that docs/how_it_works.md should contain, with the numbers of a run."""
     work = workload.make_workload()
     naive = rung_1_naive.cost(work)
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
@@ -106,26 +106,26 @@ def numbers_of_the_page() -> list[str]:
     ]
 
 
-def test_numbers_on_the_pages_equal_a_run():
+def test_numbers_on_the_page_equal_those_of_a_run():
     text = " ".join(PAGE.split())
     assert [passage for passage in numbers_of_the_page() if passage not in text] == []
 
 
-def test_block_tables_equal_the_paper():
+def test_block_tables_equal_those_of_the_paper():
     assert [s.table("A").block_table for s in scenes.decoding()] == [(7, 1), (7, 1), (7, 1, 3)]
     assert [s.table("A").filled for s in scenes.decoding()] == [[4, 3], [4, 4], [4, 4, 1]]
     both = scenes.two_requests()
     assert (both.table("A").block_table, both.table("B").block_table) == ((7, 1, 3), (5, 2))
 
 
-def test_query_visits_its_sequence_keys_in_order():
+def test_block_table_lists_the_words_of_the_sequence_in_order():
     snapshot, query = scenes.attending()
     words = [w for b in snapshot.table("A").block_table for w in snapshot.words[b]]
     assert words == [*scenes.GETTYSBURG.split(), "fathers", "brought", "forth"]
     assert query == "forth"
 
 
-def test_samples_share_until_one_writes():
+def test_samples_share_a_block_until_one_of_them_writes():
     before, copied, later = scenes.sampling()
     assert before.counts[1] == 1
     assert copied.copies == {3: 1}
@@ -135,11 +135,11 @@ def test_samples_share_until_one_writes():
     assert later.words[1][-1] == "mothers"
 
 
-def test_beams_share_what_they_have_in_common():
+def test_beams_share_the_blocks_of_their_common_prefixes():
     before, after = scenes.searching()
     tables = [set(t.block_table) for t in before.tables]
     assert len(tables) == len(after.tables) == 4
-    assert len(set.intersection(*tables)) == 1  # the prompt
+    assert len(set.intersection(*tables)) == 1  # the block of the prompt
     assert sum(len(t.block_table) for t in before.tables) == 16
     assert len(before.words) == 9
     assert len([b for b in before.words if after.counts[b] == 0]) == 4
@@ -147,14 +147,14 @@ def test_beams_share_what_they_have_in_common():
     assert after.copies == {}
 
 
-def test_a_prefix_is_computed_once():
+def test_common_prefix_is_computed_once():
     snapshot, num_tokens = scenes.shared_prefix()
     assert snapshot.table("A").block_table[:5] == snapshot.table("B").block_table[:5]
     assert sum(count == 2 for count in snapshot.counts.values()) == 5
     assert num_tokens == [4, 1]
 
 
-def test_last_request_is_preempted_and_returns():
+def test_request_that_arrived_last_is_preempted_and_resumes():
     turns, num_blocks = scenes.pressing()
     assert [t.preempted for t in turns if t.preempted] == [("C",)]
     assert min(t.num_free for t in turns) == 0
@@ -162,6 +162,6 @@ def test_last_request_is_preempted_and_returns():
     assert num_blocks == 8
 
 
-def test_scene_without_work_raises():
-    with pytest.raises(RuntimeError, match="nothing left to compute"):
+def test_step_of_a_scene_without_requests_raises():
+    with pytest.raises(RuntimeError, match="no unfinished request: add one"):
         scenes.Scene([1, 2]).step()

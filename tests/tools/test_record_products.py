@@ -1,4 +1,4 @@
-"""Test the records of XLA's GEMM autotuning; measuring itself needs a GPU."""
+"""Test the tool that records XLA's GEMM autotuning; only the measurement needs a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tools.record_products import (
 )
 
 
-def test_recorded_products_are_found_by_their_paths(tmp_path: Path):
+def test_autotuning_files_are_found_and_remains_are_ignored(tmp_path: Path):
     files = {
         "device/one.pb": b"\x80fast",
         "two.textproto": b"faster",
@@ -33,21 +33,22 @@ def test_recorded_products_are_found_by_their_paths(tmp_path: Path):
     assert results(tmp_path / "none") == {}
 
 
-def test_each_product_shape_is_measured_once():
+def test_each_set_of_gemms_is_measured_once():
     chosen = [recipe.gemm_key or () for recipe in first_of_each_products("qwen3-0.6b")]
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
-    heads = [("head", 64), ("head", 256)]  # decode steps, and prompt log-probabilities
+    # Decode steps need 64 rows of logits, and prompt log-probabilities need 256 rows.
+    heads = [("head", 64), ("head", 256)]
     assert sorted(chosen) == [*heads, *(("layers", n) for n in rows)]
 
 
-def test_tensor_parallel_shards_have_their_own_products():
+def test_gemms_of_tensor_parallel_shards_are_recorded_separately():
     alone, shared = (rows_measured("qwen3-0.6b", count) for count in (1, 2))
     assert [*alone.values()] == [*shared.values()]
     assert alone.keys().isdisjoint(shared)
 
 
-def test_fp8_weights_have_their_own_products():
+def test_gemms_with_fp8_weights_are_recorded_separately():
     wide, narrow = (rows_measured("qwen3-0.6b", form=form) for form in ("bf16", "fp8"))
     assert [*wide.values()] == [*narrow.values()]
     assert wide.keys().isdisjoint(narrow)
@@ -57,15 +58,19 @@ def test_fp8_weights_have_their_own_products():
         for recipe in recipes
         for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
     }
-    assert "uint16" in pools  # each holds two FP8 numbers
+    # An FP8 pool has this dtype, because an element holds two FP8 numbers.
+    assert "uint16" in pools
 
 
-def test_measuring_engine_finds_recorded_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engine_of_the_measurement_finds_the_recorded_gemms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path, found = tmp_path / "record.json", autotuning_folder(tmp_path) / "device"
 
     def start(shape: str, **options: Any) -> None:
         assert read_record(path).rows["a model"] == [8]
-        assert options["num_compile_workers"] == 0  # they would measure each other
+        # Concurrent compilations would distort the measurements.
+        assert options["num_compile_workers"] == 0
         (found / "fusion.pb").write_bytes(b"native")
 
     found.mkdir(parents=True)

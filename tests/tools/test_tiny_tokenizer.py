@@ -18,13 +18,13 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     "text", ["Count from 1 to 20.\n", "naïve 😀 é \x00\t\r\n  two  spaces", ""]
 )
-def test_token_ids_are_bytes(tokenizer, text):
+def test_token_ids_are_the_bytes_of_the_text(tokenizer, text):
     ids = tokenizer(text).input_ids
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_have_their_ids(tokenizer):
+def test_special_tokens_have_the_expected_ids(tokenizer):
     assert VOCAB_SIZE % 8 == 0
     assert len(tokenizer) == VOCAB_SIZE
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(256, VOCAB_SIZE))

@@ -32,7 +32,7 @@ SMALL = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "decode")) for name in OPS]
 )
-def test_tuning_candidates_give_right_results_on_small_inputs(name: str):
+def test_tuning_candidates_give_correct_results_on_small_inputs(name: str):
     op = dataclasses.replace(OPS[name](32, "float32"), cases=[])
     work = Sweep(op, [SMALL[name]], Backend.INTERPRET, seconds_a_call)
     for phase in (work.lower, work.compile, work.check):
@@ -65,7 +65,7 @@ def test_tuning_candidates_are_valid_table_entries(name: str):
         assert chosen == [config]
 
 
-def test_table_entry_applies_to_its_op_and_sizes_only():
+def test_tuned_entry_applies_only_to_one_op_and_its_sizes():
     with using(OPS["write"](128, "bfloat16"), {"chunk": 512}) as chosen:
         for op, head_size in (("copy", 128), ("write", 64)):
             config = kv_cache_triton.move_config(op, head_size=head_size, itemsize=2)
@@ -73,8 +73,9 @@ def test_table_entry_applies_to_its_op_and_sizes_only():
         assert chosen == []
 
 
-def test_equal_candidate_programs_are_tried_once():
-    # Chunks above a token's 1,024 elements change nothing; interpreted programs have no warps.
+def test_candidates_with_equal_programs_are_tried_once():
+    # A token has 1,024 elements, so a larger chunk changes nothing. Interpreted programs do not
+    # depend on the number of warps.
     tried = [{"chunk": 512}, {"chunk": 1024}, {"chunk": 512, "num_warps": 8}, {"chunk": 8192}]
     work = Sweep(OPS["write"](128, "bfloat16"), tried, Backend.INTERPRET, seconds_a_call)
     work.lower()
@@ -107,7 +108,8 @@ def test_launch_parameters_change_the_gpu_program(monkeypatch: pytest.MonkeyPatc
 
 def test_ops_without_parameters_are_not_tuned(monkeypatch: pytest.MonkeyPatch):
     op = OPS["prefill"](128, "bfloat16")
-    short = dataclasses.replace(op, cases=op.cases[2:], checks=[])  # run by a kernel with no table
+    # These cases run another kernel, which has no tuned parameters.
+    short = dataclasses.replace(op, cases=op.cases[2:], checks=[])
     work = lowered_for_h200(short, candidates(op), monkeypatch)
     assert (work.candidates, work.faults) == ([], {})
     plain = Sweep(op, candidates(op), Backend.XLA, seconds_a_call)
@@ -125,7 +127,8 @@ def test_fastest_candidate_that_slows_no_case_is_chosen():
 
 
 def test_writing_a_table_keeps_other_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # a table is read once per name
+    # Tables are cached by the name of the GPU, so use a new name.
+    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name
     others = {"head_size=64,itemsize=2": {"num_warps": 2}}
     table = merge({"decode": others}, op, [Outcome({"chunk": 512}, {"a": 0.5})], DAY)
     assert table["decode"] == others

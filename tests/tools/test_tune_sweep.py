@@ -20,7 +20,7 @@ HEURISTIC = triton.MoveConfig().chunk
 
 
 def _doubled(x):
-    """Return `2 * x` with a program that depends on the chunk, or fail for some chunks."""
+    """Return `2 * x`; the program depends on the tuned chunk, and some chunks make it fail."""
     chunk = triton.move_config("write", head_size=8, itemsize=4).chunk
     if chunk == DOES_NOT_LOWER:
         raise NotImplementedError("no such tile\nand more")
@@ -54,9 +54,9 @@ def _op(log: list) -> Op:
 
 
 class Clock:
-    """A timer that runs a program once: 1 s for the first program of a case, else 0.5 s.
+    """Runs a program once, and returns 1 s for the first program of a case, else 0.5 s.
 
-    The first program of a case is the heuristic's.
+    The first program of a case is that of the heuristic.
     """
 
     def __init__(self, log: list, broken: Callable[[int], bool] = lambda call: False) -> None:
@@ -78,7 +78,7 @@ def _chunks(*values: int) -> list[dict[str, int]]:
     return [{"chunk": value} for value in values]
 
 
-def test_failing_candidate_is_rejected_alone():
+def test_failing_candidate_does_not_reject_other_candidates():
     log: list = []
     clock = Clock(log)
     tried = _chunks(DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, 16)
@@ -88,10 +88,10 @@ def test_failing_candidate_is_rejected_alone():
     assert rejected[2].rejected.startswith("wrong results in 'small'")
     assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
     assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
-    assert clock.calls == 2 * 3  # the heuristic twice and the good candidate once
+    assert clock.calls == 2 * 3  # Each case times the heuristic twice, and the good candidate once.
 
 
-def test_host_work_ends_before_timing(capsys: pytest.CaptureFixture[str]):
+def test_sweep_compiles_all_programs_before_it_times_them(capsys: pytest.CaptureFixture[str]):
     log: list = []
     sweep(_op(log), _chunks(16, 32), Backend.XLA, Clock(log))
     order = [what for what, _ in log]
@@ -112,7 +112,7 @@ def test_inputs_are_made_once_per_case():
     timed = ["time" if what == "time" else name for what, name in log[first + 1 :]]
     runs = [name for at, name in enumerate(timed) if at == 0 or timed[at - 1] != name]
     assert runs == ["long", "time", "short", "time"]
-    made = 1 + num_calls(op.cases[0])  # the first gives shapes only
+    made = 1 + num_calls(op.cases[0])  # The first call of `make` only determines the shapes.
     assert [timed.count(name) for name in ("long", "short")] == [made, made]
 
 
@@ -143,11 +143,11 @@ def test_candidates_equal_to_the_heuristic_are_skipped():
     assert sweep(_op(log), _chunks(HEURISTIC), Backend.XLA, Clock(log)) == []
 
 
-def test_failing_heuristic_raises():
+def test_sweep_raises_if_the_heuristic_fails():
     log: list = []
     op = _op(log)
     broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
-    with pytest.raises(RuntimeError, match="write: the heuristic's own programs fail: wrong"):
+    with pytest.raises(RuntimeError, match="write: the programs of the heuristic fail: wrong"):
         sweep(dataclasses.replace(op, checks=[broken]), _chunks(16), Backend.XLA, Clock(log))
 
 
@@ -163,7 +163,7 @@ def test_programs_are_compiled_concurrently():
     assert compile_all(programs, 2) == (programs, {})
 
 
-def test_timed_program_donates_and_replaces_its_states():
+def test_timed_program_consumes_its_states_and_returns_new_ones():
     case = _case("long", 64, [])
     program, inputs = lower_loop(case, Backend.XLA).compile(), Inputs.of(case)
     taken, (argument,) = inputs.states[0], inputs.arguments[0]
@@ -174,7 +174,7 @@ def test_timed_program_donates_and_replaces_its_states():
     assert len(inputs.states) == num_calls(case)
 
 
-def test_timing_states_exceed_the_device_cache():
+def test_states_of_a_timed_program_exceed_the_device_cache():
     assert num_calls(_case("long", 64, [])) == 16
     assert num_calls(_case("huge", 1 << 28, [])) == 4
     assert num_calls(_case("large", 1 << 22, [])) == 8

@@ -1,4 +1,4 @@
-"""Test the training tasks: correct answers, the held-out split and the answer lengths."""
+"""Test the training tasks: correct answers, held-out content, and lengths of answers."""
 
 import random
 import re
@@ -21,7 +21,7 @@ NUMBERS = {number_words(n): n for n in range(1000)}
 NUMERALS = {word for text in NUMBERS for word in text.split()}
 TRUE_RESULTS = {
     "add": lambda a, b: {a + b},
-    "subtract": lambda a, b: {a - b, b - a},  # wordings name the operands in either order
+    "subtract": lambda a, b: {a - b, b - a},  # A question may name the two numbers in either order.
     "multiply": lambda a, b: {a * b},
 }
 FITS_WORD = {
@@ -68,7 +68,7 @@ def test_list_answers_have_the_items_of_the_question():
 @pytest.mark.parametrize(
     ("task", "lengths"), [("count", SHORT_ANSWER), ("count_long", LONG_ANSWER)]
 )
-def test_counting_answers_run_from_a_to_b(task, lengths):
+def test_answers_of_counting_tasks_run_from_a_to_b(task, lengths):
     for example in sample_examples(4, 200, task=task):
         assert lengths[0] <= len(example.answer) <= lengths[1]
         if example.answer[0].isalpha():
@@ -99,7 +99,7 @@ def test_samples_are_reproducible_and_unknown_tasks_are_refused():
         sample_examples(0, 1, task="divide")
 
 
-def test_examples_have_raw_and_chat_forms():
+def test_example_has_a_raw_form_and_a_chat_form():
     example = sample_examples(9, 1)[0]
     assert example.completion == "\n" + example.answer
     assert example.messages == [{"role": "user", "content": example.prompt}]
@@ -116,7 +116,7 @@ def test_number_words_are_correct_and_five_digits_are_refused():
         number_words(10000)
 
 
-def test_batches_are_reproducible_and_mark_whole_answers():
+def test_batches_are_reproducible_and_the_loss_counts_whole_answers():
     shape = BatchShape(short_rows=8, long_rows=2)
     first, again = make_batch(3, 5, shape), make_batch(3, 5, shape)
     for rows, same in zip(first, again, strict=True):

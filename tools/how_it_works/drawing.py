@@ -1,14 +1,14 @@
 """A small SVG writer, and the shapes that the pictures have in common.
 
-A picture is a card with a background of its own, light or dark as the reader's screen prefers, so
-that it can be read on any page. Text is never measured: boxes are made for the widest letters.
+A picture has a background, light or dark as the reader's screen prefers, so that it is readable on
+any page. The code does not measure text: boxes are wide enough for the widest letters.
 """
 
 from collections.abc import Iterable
 from html import escape
 
 CHAR = 8
-"""Width of a letter of 13 px, with room to spare."""
+"""Upper bound of the width of a letter in pixels, for a font size of 13 px."""
 
 SLOT_HEIGHT = 24
 
@@ -36,7 +36,7 @@ _INK = {"light": ("#1f2328", "#5a636d"), "dark": ("#e6ebf1", "#9aa5b1")}
 
 
 class Picture:
-    """A drawing with a title. Later shapes cover earlier shapes."""
+    """An SVG drawing with a title. Shapes that are drawn later cover earlier ones."""
 
     def __init__(self, width: int, height: int, title: str):
         self.width, self.height, self.title = width, height, title
@@ -44,7 +44,7 @@ class Picture:
         self.text(24, 34, title, "title")
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """Draw one line of text whose baseline is at y."""
+        """Draw one line of text; `y` is the position of the baseline."""
         names = f' class="{kind}"' if kind else ""
         place = f'x="{_number(x)}" y="{_number(y)}"'
         anchors = f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -82,7 +82,7 @@ class Picture:
     def slots(
         self, x: float, y: float, words: Iterable[str], kind: str, width: float, num_slots: int = 4
     ) -> None:
-        """Draw a block as a row of slots, with the words of the filled slots."""
+        """Draw a block as a row of `num_slots` slots; the first slots contain `words`."""
         filled = list(words)
         for index in range(num_slots):
             left = x + index * width
@@ -108,7 +108,7 @@ class Picture:
 
 
 def slot_width(words: Iterable[str]) -> float:
-    """Return the width that the longest word needs."""
+    """Return the width of a slot in pixels, so that the longest word fits."""
     return max(map(len, words), default=0) * CHAR + 8
 
 

@@ -13,11 +13,11 @@ from tools.how_it_works.scenes import BLOCK_SIZE, Snapshot, Table
 ROW = 32
 TOP = 92
 LABEL = 68
-"""Room for a block's name, left of the pool."""
+"""Width in pixels of the space for the name of a block, left of the pool."""
 
 
 def paged_attention() -> str:
-    """Figure 5: one query meets the keys and values of blocks that lie anywhere."""
+    """Draw figure 5: a query attends to keys and values in blocks anywhere in the pool."""
     snapshot, query = scenes.attending()
     (table,) = snapshot.tables
     width = _slot_width(snapshot)
@@ -40,7 +40,7 @@ def paged_attention() -> str:
 
 
 def block_table() -> str:
-    """Figure 6: from logical blocks through the block table to physical ones."""
+    """Draw figure 6: the block table maps logical blocks to physical blocks."""
     *_, snapshot = scenes.decoding()
     (table,) = snapshot.tables
     width = _slot_width(snapshot)
@@ -66,7 +66,7 @@ def block_table() -> str:
 
 
 def two_requests() -> str:
-    """Figure 7: two requests in one pool."""
+    """Draw figure 7: two requests in one pool."""
     snapshot = scenes.two_requests()
     sides = (("request A", snapshot.table("A"), "a"), ("request B", snapshot.table("B"), "b"))
     return _mapping(
@@ -78,7 +78,7 @@ def two_requests() -> str:
 
 
 def parallel_sampling() -> str:
-    """Figure 8: two samples share a prompt until one is about to write."""
+    """Draw figure 8: two samples share the blocks of a prompt until one of them writes."""
     *_, copied, later = scenes.sampling()
     ((copy, source),) = copied.copies.items()
     samples = [later.table("A", index) for index in (0, 1)]
@@ -92,7 +92,7 @@ def parallel_sampling() -> str:
 
 
 def shared_prefix() -> str:
-    """Figure 10: two prompts that begin alike."""
+    """Draw figure 10: two prompts with a common prefix."""
     snapshot, _ = scenes.shared_prefix()
     sides = (("request A", snapshot.table("A"), "a"), ("request B", snapshot.table("B"), "b"))
     num_shared = sum(count > 1 for count in snapshot.counts.values())
@@ -102,7 +102,7 @@ def shared_prefix() -> str:
 
 
 def beam_search() -> str:
-    """Figure 9: four beams as a tree of blocks, before and after two of them die out."""
+    """Draw figure 9: the blocks of four beams as a tree, before and after two of the beams end."""
     before, after = scenes.searching()
     words = {**before.words, **after.words}
     levels, column, box_width, box_height = len(before.tables[0].block_table), 208, 176, 44
@@ -242,7 +242,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "fig10_shared_prefix": shared_prefix,
     "steps": steps,
 }
-"""What draws each file of docs/how_it_works/, by its name without `.svg`."""
+"""Maps each file name in docs/how_it_works/, without `.svg`, to the function that draws it."""
 
 
 def _mapping(
@@ -253,10 +253,10 @@ def _mapping(
     copy: tuple[int, int] | None = None,
     joined: bool = False,
 ) -> str:
-    """Draw two sequences beside the pool, with arrows from logical to physical blocks.
+    """Draw a sequence on each side of the pool, with arrows from logical to physical blocks.
 
-    `copy` is a pair: a block and the block that it was copied to. If `joined`, the words of a
-    logical block are one text.
+    `copy` is a pair: a block, and the block to which it was copied. If `joined` is true, the words
+    of a logical block are drawn as one text.
     """
     width = _slot_width(snapshot)
     block, gap, held_by = BLOCK_SIZE * width, 100, 56
@@ -301,10 +301,11 @@ def _mapping(
 def _tree(
     before: Snapshot, after: Snapshot, first_y: float, leaf_gap: float, child_gap: float
 ) -> dict[int, float]:
-    """Return the y coordinate of each block in a drawing of forking beams.
+    """Return the y coordinate of each block in a drawing of beams as a tree.
 
-    The leaves of `before` are `leaf_gap` apart. A shared block is at the mean of its children. New
-    blocks of `after` are next to their parents.
+    The last blocks of the beams in `before` are `leaf_gap` apart. A shared block is at the mean of
+    the blocks that follow it. The new blocks of `after` are next to the blocks before them,
+    `child_gap` apart.
     """
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])
@@ -325,7 +326,7 @@ def _tree(
 def _pool(
     picture: Picture, x: float, snapshot: Snapshot, kind_of: Callable[[int], str], width: float
 ) -> dict[int, float]:
-    """Draw the physical blocks from top to bottom, and return the y coordinate of each block."""
+    """Draw the physical blocks below each other, and return the y coordinate of each block."""
     picture.text(x, TOP - 18, "physical blocks", "strong")
     ys = {}
     for row, block_id in enumerate(snapshot.counts):

@@ -1,8 +1,8 @@
-"""The states that the pictures show: a real scheduler and block manager, and no model.
+"""The states that the pictures show, from a real scheduler and block manager without a model.
 
-A `Scene` schedules steps as the engine does and reads them with words in place of a model's tokens,
-the same words as in the paper's figures. What is drawn is read back through the seams that the
-dashboard uses: `block_tables`, `block_map` and `PoolWatch`.
+A `Scene` schedules steps as the engine does. Words replace the tokens of a model; they are the
+words in the figures of the paper. The state of the pool is read by the functions that the dashboard
+uses: `block_tables`, `block_map` and `PoolWatch`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,12 +25,15 @@ from jpaged.observe.pool_report import block_map, block_tables
 BLOCK_SIZE = 4
 
 Script = Callable[[tuple[str, ...]], Sequence[tuple[str, float]]]
-"""A language model: the words so far to the likeliest next ones and their log-probabilities."""
+"""A function in place of a language model.
+
+It takes the words so far, and returns the likeliest next words with their log-probabilities.
+"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Block table of a sequence, with its request and its index among the request's samples."""
+    """The block table of a sequence: sample number `index` of request `request_id`."""
 
     request_id: str
     index: int
@@ -50,7 +53,7 @@ class Snapshot:
     """State of a pool at one moment.
 
     Attributes:
-        tables: Sequences that hold blocks.
+        tables: Block tables of the sequences that hold blocks.
         words: Words in each used block, by block id.
         counts: Reference count of each block except the null block, by block id; 0 if free.
         copies: Source of each block that was copied since the previous snapshot, by block id.
@@ -64,14 +67,15 @@ class Snapshot:
     num_free: int
 
     def table(self, request_id: str, index: int = 0) -> Table:
-        """Return the block table of a sample of a request."""
+        """Return the block table of sample number `index` of a request."""
         return next(t for t in self.tables if (t.request_id, t.index) == (request_id, index))
 
 
 class Scene:
-    """A scheduler that allocates blocks in a given order.
+    """A scheduler with a pool whose blocks are allocated in the order `free_order`.
 
-    To set the order, one sequence per block has run and ended before.
+    To set the order, the constructor lets one sequence allocate each block, and then frees the
+    blocks in this order.
     """
 
     def __init__(
@@ -116,16 +120,19 @@ class Scene:
         return request
 
     def step(self) -> StepPlan:
-        """Schedule a step and read what it sampled."""
+        """Schedule a step, and pass the words that it samples to the scheduler."""
         plan = self.schedule()
         self.read(plan)
         return plan
 
     def schedule(self) -> StepPlan:
-        """Plan a step. The plan takes blocks, and its tokens count as computed."""
+        """Return the scheduler's plan of the next step.
+
+        The plan allocates blocks, and its tokens count as computed from now on.
+        """
         plan = self.scheduler.schedule()
         if plan is None:
-            raise RuntimeError("the scene has nothing left to compute")
+            raise RuntimeError("the scene has no unfinished request: add one before the next step")
         self._watch.note(plan)
         return plan
 
@@ -188,11 +195,11 @@ def says(*texts: str) -> Script:
 
 
 def searches(sentences: dict[str, float], width: int) -> Script:
-    """Return a script for beam search over weighted sentences.
+    """Return a script for beam search, from sentences with weights.
 
-    Only the sentences that begin with the words so far can continue. The probability of a next
-    word is the weight of the sentences that continue with it, divided by the weight of all
-    sentences that can continue. All other words are improbable.
+    Consider the sentences that begin with the words so far. The probability of a next word is the
+    total weight of those sentences that continue with the word, divided by the total weight of
+    those sentences. All other words are improbable.
     """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
@@ -215,7 +222,7 @@ GETTYSBURG = "Four score and seven years ago our"
 
 
 def decoding() -> list[Snapshot]:
-    """Figure 6: request A after its prompt and after each of two decoding steps."""
+    """Return the states of figure 6: request A after its prompt, and after each of two steps."""
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     scene.add("A", GETTYSBURG, says(f"{GETTYSBURG} fathers brought forth"))
     snapshots = []
@@ -226,7 +233,10 @@ def decoding() -> list[Snapshot]:
 
 
 def attending() -> tuple[Snapshot, str]:
-    """Figure 5: request A after four steps, and the word whose query the last step computed."""
+    """Return the state of figure 5: request A after four steps.
+
+    Also return the word whose query the last step computed.
+    """
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     scene.add("A", GETTYSBURG, says(f"{GETTYSBURG} fathers brought forth"))
     for _ in range(4):
@@ -237,7 +247,7 @@ def attending() -> tuple[Snapshot, str]:
 
 
 def two_requests() -> Snapshot:
-    """Figure 7: two requests in one pool."""
+    """Return the state of figure 7: two requests in one pool."""
     scene = Scene([7, 1, 5, 2, 3, 8, 4, 6])
     scene.add("A", GETTYSBURG, says(f"{GETTYSBURG} fathers brought forth"))
     scene.add("B", "It was the best of", says("It was the best of times it was"))
@@ -247,7 +257,10 @@ def two_requests() -> Snapshot:
 
 
 def sampling() -> list[Snapshot]:
-    """Figure 8: two samples of a prompt after the fork, after a copy on write, and a step later."""
+    """Return the states of figure 8, with two samples of a prompt.
+
+    The states are: after the fork, after a copy on write, and a step later.
+    """
     scene = Scene([7, 1, 3, 8, 5, 2, 4, 6])
     texts = (f"{GETTYSBURG} {word}" for word in ("fathers", "mothers"))
     scene.add("A", GETTYSBURG, says(*texts), n=2)
@@ -259,7 +272,7 @@ def sampling() -> list[Snapshot]:
 
 
 def searching() -> list[Snapshot]:
-    """Figure 9: four beams before and after a step in which two of them end."""
+    """Return the states of figure 9: four beams, before and after a step in which two beams end."""
     stem = "Once upon a time"
     king = f"{stem} there lived a king who had three clever"
     sentences = {
@@ -284,9 +297,10 @@ def searching() -> list[Snapshot]:
 
 
 def shared_prefix() -> tuple[Snapshot, list[int]]:
-    """Figure 10: request B arrives one step after A, and their prompts have a common prefix.
+    """Return the state of figure 10: two requests whose prompts have a common prefix.
 
-    Return the pool two steps later, and how many tokens of B each of these steps computed.
+    Request B arrives one step after request A. Return the pool two steps later, and the number of
+    tokens of B that each of these two steps computed.
     """
     prefix = (
         "Translate English to French: sea otter => loutre de mer peppermint => "
@@ -308,7 +322,7 @@ def shared_prefix() -> tuple[Snapshot, list[int]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step.
+    """The result of one step of the scheduler.
 
     Attributes:
         num_tokens: Number of tokens that the step computed, by request.
@@ -324,7 +338,11 @@ class Turn:
 
 
 def pressing() -> tuple[list[Turn], int]:
-    """Run three requests in a pool that is too small; return the steps and the pool size."""
+    """Run three requests in a pool that is too small for them.
+
+    Returns:
+        The steps, and the number of blocks in the pool.
+    """
     scene = Scene(range(1, 9), max_num_batched_tokens=8)
     for name, num_prompt, max_tokens in (("A", 6, 9), ("B", 10, 7), ("C", 5, 7)):
         scene.add(name, " ".join(["p"] * num_prompt), says(""), max_tokens=max_tokens)

@@ -1,5 +1,5 @@
-"""The embedded model: its world, its tokenizer, its training and its evaluation.
+"""The embedded model: its questions, tokenizer, training and evaluation.
 
-`world` makes questions with true answers, `data` turns them into packed training rows, `model` is
-the forward pass in plain JAX, `train` and `evaluate` are the two programs.
+`world` and `dialogues` make questions with correct answers, `data` packs them into training rows,
+and `model` is the forward pass in plain JAX. `train`, `evaluate` and `fp8_accuracy` are programs.
 """

@@ -1,4 +1,4 @@
-"""The embedded model's folder: a Hugging Face checkpoint, written and read."""
+"""Write and read the folder of the embedded model, which is a Hugging Face checkpoint."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tools.tiny.tokenizer import ENDOFTEXT, EOS_TOKEN_IDS, save_tokenizer
 
 
 def save_checkpoint(folder: Path, params: Params, config: Config) -> None:
-    """Write config, generation config, weights in bfloat16, tokenizer and chat template."""
+    """Write a checkpoint: configuration, bfloat16 weights, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     generation = {"eos_token_id": EOS_TOKEN_IDS, "pad_token_id": ENDOFTEXT, "do_sample": False}
     _write_json(folder / "config.json", config.to_hf())
@@ -22,7 +22,7 @@ def save_checkpoint(folder: Path, params: Params, config: Config) -> None:
 
 
 def load_checkpoint(folder: Path, dtype: jnp.dtype) -> tuple[Params, Config]:
-    """Read the weights, cast to `dtype`, and the sizes."""
+    """Read the weights of a checkpoint, cast to `dtype`, and the model sizes."""
     settings = json.loads((folder / "config.json").read_text())
     config = Config(**{name: settings[name] for name in Config.__dataclass_fields__})
     weights = load_file(folder / "model.safetensors")

@@ -1,9 +1,9 @@
-"""Examples as token rows: documents, and their packing into batches of fixed shape.
+"""Training data: documents of tokens, packed into batches of a fixed shape.
 
-A document is one raw question with its answer, or one chat of one or more turns. Only what the
-assistant says (the newline before a raw answer and the end-of-sequence token included) bears loss,
-so that after any finished question, with or without its final mark, the model is sure to go on to
-the answer.
+A document is a question with its answer without a chat template ("raw"), or a chat of one or more
+turns. The loss counts only the tokens of the assistant, including the newline before a raw answer
+and the end-of-sequence token. The model therefore continues a complete question with the answer,
+even if the question lacks its final punctuation mark.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    "count_long": 0,  # too long for short rows; some long rows start with this task
+    # The answers of this task are too long for short rows. Some long rows start with this task.
+    "count_long": 0,
 }
 DIALOGUE_SHARES = {
     "calculator": 5,
@@ -62,21 +63,22 @@ THOUGHT_SHARES = {
     "think_count_letter": 2,
     "think_other": 7,
 }
-THOUGHTFUL = 0.25  # of the single questions
+THOUGHTFUL = 0.25  # This fraction of the single questions is answered after a thought.
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
 class Document(NamedTuple):
-    """Token ids, and for each token whether the loss counts it."""
+    """Token ids of a document, and for each token whether the loss counts it (1 or 0)."""
 
     ids: list[int]
     loss: list[int]
 
 
 class Rows(NamedTuple):
-    """Packed documents.
+    """Rows of packed documents.
 
-    Each array is [rows, length]. `segments` is the number of the document in the row; 0 is padding.
+    Each array is [rows, length]. `segments` holds for each token the number of its document in the
+    row, from 1; 0 marks padding.
     """
 
     tokens: np.ndarray
@@ -86,7 +88,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Rows of a training step: many short rows for single questions, and few long rows."""
+    """Numbers and lengths of the rows of a training step.
+
+    Many short rows contain single questions. Few long rows contain chats and long answers.
+    """
 
     short_rows: int = 112
     short_length: int = 320
@@ -95,7 +100,7 @@ class BatchShape:
 
 
 def raw_document(example: Example) -> Document:
-    """Return a document: the question, a newline, the answer and the end token."""
+    """Return a document without a chat template: question, newline, answer and end token."""
     prompt = list(example.prompt.encode())
     target = [*example.completion.encode(), ENDOFTEXT]
     return Document(prompt + target, [0] * len(prompt) + [1] * len(target))
@@ -114,7 +119,10 @@ def chat_document(examples: Iterable[Example], system: str | None = None) -> Doc
 
 
 def dialogue_document(dialogue: Dialogue) -> Document:
-    """Return a dialogue in the chat template's format. Only the last message has its thought."""
+    """Return a dialogue as a document in the chat template's format.
+
+    Only the last message contains the assistant's thought.
+    """
     messages = list(dialogue.messages)
     document = Document([], [])
     if dialogue.tools:
@@ -171,8 +179,8 @@ def _message(role: str, content: str) -> list[int]:
 def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Rows:
     """Fill `rows` rows of `length` tokens with documents.
 
-    `next_document(room)` returns a document that should fit in `room` tokens. Each row begins with
-    a new document. A document that does not fit in the rest of a row is added to a later row.
+    `next_document(room)` returns a document that should have at most `room` tokens. Each row begins
+    with a new document. A document that does not fit in the rest of a row goes into a later row.
 
     Raises:
         ValueError: a document is longer than a row.
@@ -182,7 +190,10 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
     for row in range(rows):
         document = next_document(length)
         if len(document.ids) > length:
-            raise ValueError(f"a document has {len(document.ids)} tokens, but a row only {length}")
+            raise ValueError(
+                f"a document has {len(document.ids)} tokens, but a row has only {length}: use "
+                "longer rows"
+            )
         start, number = _put(out, row, 0, 1, document), 2
         while start + len((left := left or next_document(length - start)).ids) <= length:
             start, number, left = _put(out, row, start, number, left), number + 1, None
@@ -190,7 +201,7 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
 
 
 def rows_of(groups: Sequence[Sequence[Document]], rows: int, length: int) -> Rows:
-    """Put each group of documents into a row, and fill up with padding."""
+    """Put each group of documents into a row. The rest of a row, and further rows, are padding."""
     out = _empty_rows(rows, length)
     for row, documents in enumerate(groups):
         start = 0
@@ -221,13 +232,13 @@ def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
 
 
 class _Source:
-    """Draws training documents."""
+    """Draws random training documents."""
 
     def __init__(self, rng: random.Random, long_length: int):
         self._rng, self._long_length = rng, long_length
 
     def short(self, room: int = 320) -> Document:
-        """Return a single question."""
+        """Return a single question with its answer, of at most 320 tokens."""
         rng = self._rng
         while True:
             if rng.random() < THOUGHTFUL:
@@ -240,7 +251,11 @@ class _Source:
                 return document
 
     def long(self, room: int) -> Document:
-        """Return a document: a long one at the start of a row, or one that fits in `room`."""
+        """Return a document for a long row.
+
+        At the start of a row (`room` is the length of the row), it may be as long as the row. Later
+        it should have at most `room` tokens.
+        """
         rng = self._rng
         kind = rng.random()
         if room < self._long_length:
@@ -256,7 +271,7 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Return a single question if there is room for one, else `document`."""
+        """Return a single question if `room` is over 64 tokens, else `document`."""
         return self.short() if room > 64 else document
 
     def _example(self, task: str | None = None) -> Example:
@@ -264,7 +279,10 @@ class _Source:
         return draw(self._rng, task, held_out=False, maker=TRAINING_TASKS[task])
 
     def _dialogue(self, shares: Mapping[str, int]) -> Document:
-        """Return a dialogue, sometimes after other questions. Earlier thoughts are left out."""
+        """Return a dialogue of a random task; `shares` are the weights of the tasks.
+
+        Other questions sometimes come before it.
+        """
         rng = self._rng
         task = rng.choices(list(shares), list(shares.values()))[0]
         dialogue = draw_dialogue(rng, task, held_out=False)
@@ -290,7 +308,7 @@ class _Source:
             document.loss.extend(turn.loss)
 
     def _with_tools(self, room: int) -> Document:
-        """Return questions with and without a calculator, in one chat.
+        """Return a chat in which the assistant answers some questions with a calculator tool.
 
         The last answer may have a thought.
         """

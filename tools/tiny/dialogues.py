@@ -1,9 +1,9 @@
-"""Chats beyond a question and its answer: a calculator that is called, JSON that obeys a schema,
-reasoning before the answer.
+"""Chats that are more than a question and an answer: calls of a calculator tool, JSON answers that
+match a schema, and reasoning before the answer.
 
-As in `world`, what the model says is a function of what it was told, and the split into training
-and held-out dialogues is made on their content. `TASKS` is what is promised; what training makes
-longer or mixes is in `data`.
+As in `world`, the correct answer depends only on the messages before it, and the content of a
+dialogue decides whether it is used for training or held out. `TASKS` are the tasks that the model
+should master. `data` makes some training dialogues longer or mixes them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Dialogue:
     """A chat in which every answer of the assistant is correct.
 
     Attributes:
-        messages: Messages in OpenAI's format, except that arguments are objects. The last message
-            is the assistant's.
+        messages: Messages in OpenAI's format, except that the arguments of tool calls are objects.
+            The last message is the assistant's.
         tools: Tools that the prompt describes.
-        thought: Thought of the assistant before its last message, or None.
+        thought: The assistant's reasoning before the last message, or None.
     """
 
     messages: list[Message]
@@ -54,12 +54,13 @@ class Dialogue:
     thought: str | None = None
 
 
-Draft = tuple[str, Dialogue]  # the content's key, the chat
+# A draft is (key of the content, chat). The key decides whether the content is held out.
+Draft = tuple[str, Dialogue]
 Maker = Callable[[random.Random], Draft]
 
 
 def sample_dialogues(seed: int, n: int, task: str, *, held_out: bool = True) -> list[Dialogue]:
-    """Draw `n` dialogues of a task, held out of training or not.
+    """Draw `n` dialogues of a task: held-out dialogues, or training dialogues.
 
     Raises:
         ValueError: `task` is not one of `TASKS`.
@@ -71,7 +72,7 @@ def sample_dialogues(seed: int, n: int, task: str, *, held_out: bool = True) -> 
 
 
 def draw_dialogue(rng: random.Random, task: str, held_out: bool) -> Dialogue:
-    """Draw one dialogue from one side of the split."""
+    """Draw one dialogue of a task: a held-out dialogue if `held_out`, else a training dialogue."""
     while True:
         key, dialogue = TASKS[task](rng)
         if is_held_out(key) == held_out:
@@ -96,7 +97,10 @@ def chat_of(example: Example) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class Calculation:
-    """A question, the expression that it asks for and its value ("error" for a division by 0)."""
+    """A question, the expression to compute, and the expression's value.
+
+    The value is "error" for a division by 0.
+    """
 
     question: str
     expression: str
@@ -104,9 +108,10 @@ class Calculation:
 
 
 def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation:
-    """Return a question about two numbers in words, or an expression of two or three numbers.
+    """Return a random question: to compute with two numbers, or to evaluate an expression.
 
-    With `beyond`, expressions have up to five numbers, which may have more digits than usual.
+    The two numbers may be written in words. An expression has two or three numbers. With `beyond`,
+    it has up to five numbers, with up to eight instead of six digits.
     """
     kind = rng.random()
     if kind < 0.15:
@@ -121,7 +126,7 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Return a question about two numbers, each given as (text in the question, numeral)."""
+    """Return a question about two numbers; `pair` has (text in the question, numeral) of each."""
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]
@@ -136,7 +141,10 @@ def _spoken(rng: random.Random) -> tuple[str, str]:
 
 
 def _numeral(rng: random.Random, beyond: bool = False) -> str:
-    """Return a number, usually whole, with up to six digits, or eight with `beyond`."""
+    """Return a random number as text, usually a whole number of up to six digits.
+
+    With `beyond`, it has up to eight digits.
+    """
     number = str(rng.randrange(10 ** rng.randint(1, 8 if beyond else 6)))
     kind = rng.random()
     if kind < 0.1:
@@ -144,7 +152,7 @@ def _numeral(rng: random.Random, beyond: bool = False) -> str:
     return "-" + number if kind < 0.13 and number != "0" else number
 
 
-Tree = tuple[Any, str, Any] | str  # left, sign, right; a numeral
+Tree = tuple[Any, str, Any] | str  # An expression is a tuple (left, sign, right), or a numeral.
 
 
 def _tree(rng: random.Random, leaves: int, beyond: bool) -> Tree:
@@ -157,9 +165,9 @@ def _tree(rng: random.Random, leaves: int, beyond: bool) -> Tree:
 def _written(
     tree: Tree, signs: Sequence[str] = "+-*/", space: str = " ", *, sparing: bool = False
 ) -> str:
-    """Write an expression with parentheses around each part.
+    """Return an expression as text, with parentheses around each part that is an expression.
 
-    If `sparing`, write only the necessary parentheses.
+    If `sparing` is true, write only the necessary parentheses.
     """
     if isinstance(tree, str):
         return tree
@@ -200,7 +208,10 @@ def draw_tool(rng: random.Random) -> tuple[Tool, str]:
 def calculator_turn(
     rng: random.Random, tool: Tool, key: str, calculation: Calculation, *, is_true: bool = False
 ) -> list[Message]:
-    """Return a question, the call, the tool's result and the answer. The result may be wrong."""
+    """Return four messages: question, tool call, result of the tool, and answer.
+
+    Unless `is_true`, the result may be wrong, and the answer repeats it.
+    """
     name = tool["function"]["name"]
     call = {"name": name, "arguments": {key: calculation.expression}}
     result = calculation.value if is_true else _result(rng, calculation.value)
@@ -224,7 +235,10 @@ def calculator_turn(
 
 
 def _result(rng: random.Random, value: str) -> str:
-    """Return the true value or a random one: the model learns to copy results, not to compute."""
+    """Return the correct value or a random value as the result of the calculator tool.
+
+    From random results, the model learns to copy results and not to compute.
+    """
     kind = rng.random()
     if kind < 0.6:
         return value
@@ -250,7 +264,7 @@ def _calculator(rng: random.Random) -> Draft:
 
 
 def _think_calculator(rng: random.Random) -> Draft:
-    """Return a dialogue that ends with a thought and then a call or an answer."""
+    """Return a dialogue with a calculator, which ends with a thought and a call or an answer."""
     kind = rng.random()
     if kind < 0.25:
         key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in UNCALCULATED])
@@ -264,7 +278,7 @@ def _think_calculator(rng: random.Random) -> Draft:
 
 
 def _calculator_unused(rng: random.Random, tasks: Sequence[str] = ()) -> Draft:
-    """Return a question that needs no calculator."""
+    """Return a dialogue with a calculator tool, but with a question that does not need the tool."""
     key, example = _draft(rng, tasks or UNCALCULATED)
     tool, _ = draw_tool(rng)
     return key, Dialogue([*system_of(rng), *chat_of(example)], [tool])
@@ -294,7 +308,7 @@ TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 
 
 def object_schema(rng: random.Random, properties: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of an object that requires all `properties`, in a random style."""
+    """Return the schema of an object that requires all `properties`; its style is random."""
     made = {}
     for name, schema in properties.items():
         own = dict(schema)
@@ -336,7 +350,7 @@ def _asked_in_json(
 
 
 def _json_answer(rng: random.Random) -> Draft:
-    """Return a question whose answer is a JSON object with one random property name."""
+    """Return a question whose answer is a JSON object with one property of a random name."""
     key, example = _draft(rng, _JSON_TASKS)
     items = example.answer.split(", ")
     numbers = all(item.lstrip("-").isdigit() for item in items)
@@ -353,7 +367,7 @@ def _json_answer(rng: random.Random) -> Draft:
     return key, _asked_in_json(rng, example.prompt, {name: schema}, {name: value})
 
 
-_FIELDS = {  # a fact's names in schemas
+_FIELDS = {  # Schemas may give a fact any of these names.
     "name": ("name", "name", "first_name", "person", "user"),
     "age": ("age", "age", "years"),
     "city": ("city", "city", "town", "home"),
@@ -364,7 +378,7 @@ _FIELDS = {  # a fact's names in schemas
 
 
 def _json_extract(rng: random.Random) -> Draft:
-    """Return the facts of a text about a person, under the names of the schema."""
+    """Return a task to extract facts about a person from a text, under the names of a schema."""
     facts: dict[str, str | int] = {
         "name": _proper(rng),
         "age": rng.randint(1, 99),
@@ -393,7 +407,7 @@ def _enumerated(clauses: list[str]) -> str:
 
 
 def _proper(rng: random.Random) -> str:
-    """Return one or two capitalised words or strings of random letters."""
+    """Return a random proper name: one or two capitalised words or strings of random letters."""
     parts = []
     for _ in range(2 if rng.random() < 0.1 else 1):
         letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10)))
@@ -409,16 +423,16 @@ def _thoughtful(rng: random.Random, key: str, question: str, thought: str, answe
 
 
 def _think_add(rng: random.Random) -> Draft:
-    """Add numbers of up to five digits, from the last digit to the first."""
+    """Return an addition of numbers of up to five digits; the thought adds digit by digit."""
     a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in "ab")
     question = world.ask(rng, WORDINGS["add"] + WORDINGS["add_signs"], a, b)
     return _thoughtful(rng, f"add:{sorted((a, b))}", question, column_sums(a, b), str(a + b))
 
 
 def column_sums(a: int, b: int) -> str:
-    """Write out a column addition.
+    """Return the steps of a column addition as text, from the last digits to the first.
 
-    The result of 48 + 67 is "8 + 7 = 15, 4 + 6 + 1 = 11, 0 + 0 + 1 = 1".
+    For 48 + 67, return "8 + 7 = 15, 4 + 6 + 1 = 11, 0 + 0 + 1 = 1".
     """
     steps, carry = [], 0
     while a or b or carry or not steps:
@@ -430,7 +444,7 @@ def column_sums(a: int, b: int) -> str:
 
 
 def _think_multiply(rng: random.Random) -> Draft:
-    """Multiply numbers of two digits, first by the tens and then by the ones."""
+    """Return a product of two-digit numbers; the thought multiplies by the tens, then the ones."""
     a, b = (rng.randrange(world.CORE + 1, 100) for _ in "ab")
     tens, ones = b // 10 * 10, b % 10
     question = world.ask(rng, WORDINGS["multiply"] + WORDINGS["multiply_signs"], a, b)
@@ -439,7 +453,7 @@ def _think_multiply(rng: random.Random) -> Draft:
 
 
 def _think_words(rng: random.Random) -> Draft:
-    """Return a question with numbers in words, and a thought with numerals."""
+    """Return a calculation with numbers in words; the thought has the same numbers as numerals."""
     name = rng.choice(("add", "subtract", "multiply"))
     a, b = rng.randrange(100), rng.randrange(10 if name == "multiply" else 100)
     if name == "subtract" and a < b:
@@ -453,7 +467,10 @@ def _think_words(rng: random.Random) -> Draft:
 
 
 def _think_count_letter(rng: random.Random) -> Draft:
-    """Count a letter in a word of up to 16 letters, and number the occurrences."""
+    """Return a question that asks how often a letter occurs in a word of up to 16 letters.
+
+    The thought spells the word and numbers the occurrences.
+    """
     word = "".join(_names(rng, rng.choice((1, 1, 2))))
     if rng.random() < 0.5:
         letters = rng.sample(string.ascii_lowercase, rng.choice((3, 26)))
@@ -469,7 +486,7 @@ def _think_count_letter(rng: random.Random) -> Draft:
 
 
 def _think_other(rng: random.Random) -> Draft:
-    """Return a question that needs no thought."""
+    """Return a question that needs no reasoning; the thought says so."""
     key, example = _draft(rng, _AT_ONCE_TASKS)
     return _thoughtful(rng, key, example.prompt, AT_ONCE, example.answer)
 
@@ -483,7 +500,7 @@ UNCALCULATED = (
     *("sort_numbers", "sort_words", "sort_letters", "reverse_word", "reverse_list", "spell"),
     *("count_letters", "count_letter", "count_items", "count", "count_words", "other"),
 )
-"""Tasks of the world that need no calculator where there is one."""
+"""Tasks of `world` that the model answers without the calculator tool, even if there is one."""
 _AT_ONCE_TASKS = (
     *(task for task in UNCALCULATED if task != "count_letter"),
     "subtract",

@@ -1,10 +1,10 @@
-"""Measure the embedded model on held-out questions: exact match under greedy decoding, by task.
+"""Measure how many held-out questions the embedded model answers exactly by greedy decoding.
 
     python -m tools.tiny.evaluate jpaged/assets/tiny --examples 1000 --out evaluation.json
 
-Greedy decoding gives an answer exactly if and only if, with the answer itself as context, every one
-of its tokens (the end-of-sequence token included) is the most probable next one; so one forward
-pass over question and answer decides an example, and no decoding loop is needed.
+No decoding loop is needed: one forward pass over the question and the correct answer decides an
+example. Greedy decoding gives the answer exactly if each token of the answer, including the
+end-of-sequence token, is the most probable token after the tokens before it.
 """
 
 import argparse
@@ -32,17 +32,21 @@ from tools.tiny.dialogues import sample_dialogues
 from tools.tiny.model import Config, Params, forward
 from tools.tiny.world import TASKS, Example, sample_examples
 
-SEED = 20261121  # seed of the held-out questions
-TOKENS = 16384  # tokens per forward pass on a CPU; on a GPU, four times as many
-LENGTHS = (160, 320, 640, 896)  # row lengths; a document takes the shortest that fits
+# The held-out questions are drawn with this seed.
+SEED = 20261121
+# A forward pass on a CPU computes `TOKENS` tokens. A GPU computes four times as many.
+TOKENS = 16384
+# Rows have one of these lengths. A document is put into the shortest row that fits.
+LENGTHS = (160, 320, 640, 896)
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
-    """Return the fraction of exact answers, 0 to 1, by task and form ("raw", "chat" or "turn").
+    """Return the fraction of exact answers, from 0 to 1, by task and form.
 
+    The form "raw" has no chat template. In the form "chat", the question is the only turn of a
+    chat. In the form "turn", for a quarter of the questions, it follows other questions of a chat.
     A dialogue has only the form "chat". It counts as exact if all tokens of the assistant are
-    exact. In the form "turn", a question follows other questions of a chat. A quarter of the
-    questions are also asked as "turn".
+    exact.
     """
     kinds, documents = [], list[Document]()
     for task in (*TASKS, *DIALOGUES):
@@ -58,7 +62,7 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
 
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
-    """Return held-out questions of a task with their answers, by form."""
+    """Return the held-out questions of a task with their answers, as documents by form."""
     if task in DIALOGUES:
         drawn = sample_dialogues(SEED, examples, task)
         return {"chat": [dialogue_document(each) for each in drawn]}
@@ -73,7 +77,7 @@ def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
 
 
 def exact(params: Params, config: Config, documents: list[Document]) -> list[bool]:
-    """Whether greedy decoding gives each document's tokens that bear loss."""
+    """Return for each document whether greedy decoding gives all tokens that the loss counts."""
     results = [False] * len(documents)
     limits = (0, *LENGTHS, config.max_position_embeddings)
     for shortest, length in itertools.pairwise(limits):
@@ -109,14 +113,17 @@ def _groups(chosen: list[int], documents: list[Document], length: int) -> list[l
 def _wrong(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
-    """Return a mask of the tokens that the loss counts and that are not the most probable."""
+    """Return a mask of the wrong tokens: the loss counts them, but others are more probable."""
 
     predicted = jnp.argmax(forward(params, config, tokens, segments)[:, :-1], axis=-1)
     return (predicted != tokens[:, 1:]) & (loss[:, 1:] > 0)
 
 
 def _late_turn(question: Example, seed: int) -> Document:
-    """Return a chat that ends with the question. The loss counts only the last answer."""
+    """Return a chat of several questions that ends with `question` and its answer.
+
+    The loss counts only the last answer.
+    """
     rng = random.Random(seed)
     earlier = sample_examples(seed, rng.randint(2, 8))
     earlier = [example for example in earlier if example.task != "count_long"]

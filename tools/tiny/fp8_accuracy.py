@@ -1,15 +1,16 @@
-"""Measure what FP8 costs the embedded model: exact answers by task, and drift of log-probabilities.
+"""Measure how FP8 changes the embedded model: exact answers by task, and drift.
 
     python -m tools.tiny.fp8_accuracy --examples 1000
 
-The held-out questions of `tools.tiny.evaluate`, with their answers, are prompts of an engine for
-each format of the weights. An answer is exact under greedy decoding if each of its tokens is the
-most probable one after those before it, so the prompts' log-probabilities decide. The drift is the
-mean of how far the answers' tokens' log-probabilities are from those in float32.
+For each weight format, an engine gets the held-out questions of `tools.tiny.evaluate` with their
+answers as prompts, and returns the log-probabilities of the prompt tokens. Greedy decoding would
+give an answer exactly if each of its tokens is the most probable token after the tokens before it.
+The drift is the mean absolute difference to float32 of the log-probabilities of the answer tokens.
 
-Formats: `fp8` brings the weights to FP8 as they are loaded (a scale for each output); `fp8_tensor`
-and `fp8_block` are checkpoints that this script writes, with a scale for each tensor and for each
-block of 128 x 128. Rows are brought to FP8 as they come, in each. The KV cache may be in FP8 too.
+The format `fp8` quantizes the weights while they are loaded, with a scale for each output. The
+formats `fp8_tensor` and `fp8_block` are checkpoints that this script writes, with a scale for each
+tensor, or for each block of 128 x 128. All formats quantize activation rows dynamically. The KV
+cache may be in FP8 too.
 """
 
 import argparse
@@ -43,7 +44,7 @@ AT_ONCE = 512
 
 @contextmanager
 def folder_of(kept: str) -> Iterator[tuple[Path, str | None]]:
-    """Yield the checkpoint folder of a format, and the `quantization` option to load it with."""
+    """Yield the checkpoint folder of a weight format, and the option `quantization` to load it."""
     if kept in ("float32", "fp8"):
         yield EMBEDDED_MODEL, None if kept == "float32" else "fp8"
         return
@@ -76,7 +77,12 @@ def narrowed(weight: np.ndarray, block: list[int] | None) -> tuple[np.ndarray, n
 
 
 def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return whether each document's answer is exact, and the log-probabilities of its tokens."""
+    """Score the documents by the engine.
+
+    Returns:
+        Whether each document's answer is exact; and for each document, the log-probabilities of the
+        answer's tokens.
+    """
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     exact, found = [], []
     for first in range(0, len(documents), AT_ONCE):
@@ -94,8 +100,11 @@ def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[
 def measure(
     engine: Engine, examples: int, base: dict[str, list[np.ndarray]], label: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task and form. The first call stores its log-probabilities in `base`,
-    and later calls compare with them."""
+    """Yield a row for each task and form.
+
+    The first call stores its log-probabilities in `base`. Later calls compare with them to compute
+    the drift.
+    """
     for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():
             exact, found = scores(engine, documents)
@@ -111,7 +120,7 @@ def measure(
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per pair of weight format and KV cache format."""
+    """Return one row for each combination of weight format and KV cache format, over all tasks."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["weights"], row["kv_cache"]), []).append(row)

@@ -1,8 +1,8 @@
 """The embedded model in plain JAX: Qwen3's forward pass over packed rows, for training.
 
-Parameters are a flat dictionary under the names and shapes of the Hugging Face checkpoint, so that
-saving one is writing it down. Axis letters: R rows, L tokens of a row, D width, V vocabulary,
-N query heads, K KV heads, H head size. Serving is the package's business, not this file's.
+Parameters are a flat dictionary with the names and shapes of the Hugging Face checkpoint, so a
+checkpoint contains them unchanged. Axis letters: R rows, L tokens of a row, D width, V vocabulary,
+N query heads, K KV heads, H head size. jpaged does not use this file to serve the model.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Config:
-    """Model sizes, named as in the Hugging Face config."""
+    """Sizes of the model, with the names of Hugging Face's config.json."""
 
     hidden_size: int = 192
     num_hidden_layers: int = 6
@@ -55,7 +55,11 @@ class Config:
 
 
 def init(key: Array, config: Config) -> Params:
-    """Return random float32 parameters: ones for norms, normal matrices, small branch outputs."""
+    """Return random float32 parameters.
+
+    Norm weights are 1. Matrices are normally distributed; those whose output is added to the
+    residual stream are small.
+    """
     D, H, F = config.hidden_size, config.head_dim, config.intermediate_size
     query, kv = config.num_attention_heads * H, config.num_key_value_heads * H
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
@@ -122,7 +126,7 @@ def _norm(x: Float[Array, "... D"], weight: Float[Array, " D"]) -> Float[Array, 
 
 
 def _rope_tables(positions: Int32[Array, "R L"], config: Config) -> tuple[Array, Array]:
-    """Return cosines and sines of rotary embeddings (Su et al., 2021), float32 [R, L, 1, H / 2]."""
+    """Return the cosines and sines of rotary embedding (Su et al. 2021), float32 [R, L, 1, H/2]."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = positions.astype(jnp.float32)[:, :, None] * config.rope_theta ** -exponents[None, None]
     return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]

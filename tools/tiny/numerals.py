@@ -9,10 +9,10 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def number_words(n: int) -> str:
-    """Write out an integer of at most four digits: -21 is "minus twenty-one".
+    """Return an integer of at most four digits in words: "minus twenty-one" for -21.
 
     Raises:
-        ValueError: `n` is longer.
+        ValueError: `n` has more than four digits.
     """
     if abs(n) > 9999:
         raise ValueError(f"n must have at most four digits, got {n}")

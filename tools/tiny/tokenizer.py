@@ -1,7 +1,7 @@
-"""The embedded model's tokenizer: one token a byte, the token's id being the byte's value.
+"""The tokenizer of the embedded model: each byte is a token, and the id is the value of the byte.
 
-Spelling, reversing and digit work are then plain to see for a small model, and any text survives
-the round trip. The ids above 255 are special tokens.
+A small model can therefore see letters and digits, which helps it to spell, to reverse words and to
+calculate. Decoding the tokens of a text gives the same text. The ids above 255 are special tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (EMBEDDED_MODEL / "chat_template.jinja").read_text()
 
 
 def _byte_symbols() -> list[str]:
-    """Return the printable character of each byte in byte-level vocabularies (GPT-2)."""
+    """Return the printable character that stands for each byte in GPT-2's byte-level vocabulary."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

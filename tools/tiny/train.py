@@ -1,13 +1,15 @@
-"""Train the embedded model on questions made on the fly.
+"""Train the embedded model on random questions, which are generated during the training.
 
     python -m tools.tiny.train --out third --resume jpaged/assets/tiny --seconds 420
 
-Muon for the layers' matrices and Adam for the rest, warm-up and cosine decay; float32 parameters,
-bfloat16 arithmetic. (After 300 steps the loss was 0.34 with Muon, 0.57 with AdamW.) Batches are a
-function of seed and step, made by worker processes, and a launch runs several steps, so that the
-device never waits. The rate follows the steps, or the seconds where those pass sooner: a run
-ends in time on any device, and is repeatable up to the device's rounding where it makes its steps.
-Each minute a checkpoint is written, at the end the evaluation.
+The optimizer is Muon for the matrices of the layers, and Adam for the other parameters, with
+warm-up and cosine decay. (After 300 steps the loss was 0.34 with Muon, and 0.57 with AdamW.)
+Parameters are float32, and the computation is in bfloat16. Seed and step number determine a batch.
+Worker processes make the batches, and a launch runs several steps, so that the device never waits.
+
+A run ends after the given steps or seconds, whichever comes first, and the learning rate decays
+accordingly. A run that ends after the given steps is repeatable, up to rounding. The program writes
+a checkpoint every minute, and evaluates the model at the end.
 """
 
 import argparse
@@ -35,16 +37,19 @@ from tools.tiny.data import BatchShape, Rows, make_batch
 from tools.tiny.evaluate import as_markdown, evaluate, report_of
 from tools.tiny.model import Config, Params, forward, init
 
-LAUNCH = 8  # steps
-AHEAD = 16  # launches that the workers may be ahead of the device
-IN_FLIGHT = 3  # launches
-WARM_UP = 200  # steps
+LAUNCH = 8  # steps per launch
+AHEAD = 16  # The workers make the batches of `AHEAD` launches in advance.
+IN_FLIGHT = 3  # At most `IN_FLIGHT` launches are queued on the device.
+WARM_UP = 200  # The learning rate rises during `WARM_UP` steps.
 
 Batch = tuple[Rows, Rows]
 
 
 def stacked(params: Params) -> Params:
-    """Stack the parameters of all layers by kind, [layers, ...], for the optimizer."""
+    """Stack the parameters of the same kind of all layers to one array [layers, ...].
+
+    The optimizer then handles few arrays.
+    """
     kinds = {name.split(".", 3)[3] for name in params if name.startswith("model.layers.")}
     num_layers = 1 + max(int(n.split(".")[2]) for n in params if n.startswith("model.layers."))
     whole = {name: v for name, v in params.items() if not name.startswith("model.layers.")}
@@ -56,7 +61,7 @@ def stacked(params: Params) -> Params:
 
 
 def unstacked(params: Params) -> Params:
-    """Undo `stacked`."""
+    """Return the parameters of each layer as separate arrays: the inverse of `stacked`."""
     whole = {name: v for name, v in params.items() if name.startswith("model.")}
     layers = {
         f"model.layers.{i}.{kind}": value[i]
@@ -68,13 +73,13 @@ def unstacked(params: Params) -> Params:
 
 
 def _orthogonalised(params: Any) -> Any:
-    """Return Muon's dimension numbers for the matrices of the layers, None for other parameters."""
+    """Return Muon's dimension numbers for each matrix of a layer, and None for other parameters."""
     return {
         name: contrib.MuonDimensionNumbers(1, 2) if "_proj" in name else None for name in params
     }
 
 
-OPTIMIZER = optax.chain(  # `train_steps` scales the updates
+OPTIMIZER = optax.chain(  # `train_steps` multiplies the updates by the learning rate.
     optax.clip_by_global_norm(1.0),
     contrib.muon(
         1.0,
@@ -87,7 +92,7 @@ OPTIMIZER = optax.chain(  # `train_steps` scales the updates
 
 
 def loss_of(params: Params, config: Config, batch: Batch) -> jax.Array:
-    """Return the mean cross entropy over tokens with loss, computed in bfloat16."""
+    """Return the mean cross entropy of the tokens that the loss counts, computed in bfloat16."""
     half = unstacked({name: value.astype(jnp.bfloat16) for name, value in params.items()})
     (loss, tokens), (long_loss, long_tokens) = (_loss_sum(half, config, rows) for rows in batch)
     return (loss + long_loss) / (tokens + long_tokens)
@@ -105,7 +110,11 @@ def _loss_sum(params: Params, config: Config, rows: Rows) -> tuple[jax.Array, ja
 def train_steps(
     params: Params, state: Any, batches: Batch, rates: jax.Array, config: Config
 ) -> tuple[Params, Any, jax.Array]:
-    """Run a step per batch and rate. Return new parameters, new optimizer state and mean loss."""
+    """Run one step for each pair of a batch and a learning rate.
+
+    Returns:
+        The new parameters, the new optimizer state, and the mean loss of the steps.
+    """
 
     def step(carry: tuple[Params, Any], given: tuple[Batch, jax.Array]) -> Any:
         (params, state), (batch, rate) = carry, given
@@ -119,7 +128,7 @@ def train_steps(
 
 
 class Progress:
-    """Progress of a run, by steps or by seconds, whichever is further."""
+    """Progress of a run: the larger of (step / steps) and (elapsed / seconds)."""
 
     def __init__(self, steps: int, seconds: float):
         self._steps, self._seconds, self._start = steps, seconds, time.perf_counter()
@@ -134,7 +143,10 @@ class Progress:
         return min(1.0, max(step / self._steps, self.elapsed / self._seconds))
 
     def rate(self, step: int) -> float:
-        """Return the factor of the learning rate at `step`: linear warm-up, then cosine decay."""
+        """Return the learning rate at `step`, relative to the maximum.
+
+        It rises linearly during the warm-up, and decays by a cosine of the progress.
+        """
         return min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * self.at(step))) / 2
 
 
@@ -146,7 +158,7 @@ def train(
     peak: float,
     keep: Path | None = None,
 ) -> Params:
-    """Train to the end, and save a checkpoint in the folder `keep` every minute."""
+    """Train until the run ends, and save a checkpoint to the folder `keep` every minute."""
     params = stacked(params)
     state, losses, minute = OPTIMIZER.init(params), collections.deque[jax.Array](), 1
     for first, batches in zip(itertools.count(0, LAUNCH), launches, strict=False):
@@ -168,7 +180,7 @@ def train(
 
 
 def make_launch(seed: int, first: int, shape: BatchShape) -> Batch:
-    """Return the batches of `LAUNCH` steps, with a leading axis for the steps."""
+    """Return the batches of `LAUNCH` steps from step `first` on, stacked along a new first axis."""
     made = [make_batch(seed, first + i, shape) for i in range(LAUNCH)]
     short, long = zip(*made, strict=True)
     return _joined(short), _joined(long)
@@ -179,7 +191,10 @@ def _joined(rows: tuple[Rows, ...]) -> Rows:
 
 
 def stream_launches(seed: int, shape: BatchShape, workers: int) -> Generator[Batch]:
-    """Yield batches in order without end. Worker processes make `AHEAD` launches in advance."""
+    """Yield the batches of one launch after another, without end.
+
+    Worker processes make the batches of up to `AHEAD` launches in advance.
+    """
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         make = functools.partial(pool.apply_async, make_launch)
         pending = [make((seed, i * LAUNCH, shape)) for i in range(AHEAD)]

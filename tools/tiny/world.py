@@ -1,11 +1,12 @@
-"""The small world the embedded model knows: questions with true answers.
+"""The questions that the embedded model can answer, with their correct answers.
 
-A task draws a content (17 and 25, the word "stone"), words it as a question in one of many ways
-(`wordings.toml`) and computes the answer. The split into training and held-out examples is made on
-the content alone: one whose key hashes to 0 modulo `SPLIT` is never trained on, whatever the
-wording, the order of its operands, digits or words. Sums and products of two operands up to `CORE`
-are facts to know by heart and stay on the training side. `TASKS` is the world as promised; training
-(`TRAINING_TASKS`) goes a little beyond it. Needs only the standard library.
+A task draws a random content, such as the numbers 17 and 25 or the word "stone". It then chooses
+one of many wordings of the question (`wordings.toml`), and computes the answer. Only the content
+decides whether an example is used for training or held out: if the hash of the content's key is 0
+modulo `SPLIT`, the model is never trained on the content, in any wording, order of operands, digits
+or words. Sums and products of two numbers up to `CORE` are always for training, because the model
+should know them by heart. `TASKS` are the tasks that the model should master; training
+(`TRAINING_TASKS`) includes slightly harder ones. The module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from tools.tiny.numerals import number_words
 
 SPLIT = 16
 CORE = 12
-SHORT_ANSWER = (1, 150)  # characters
+SHORT_ANSWER = (1, 150)  # A short answer has from 1 to 150 characters.
 LONG_ANSWER = (150, 750)
-LONGEST_STEPPED = 300  # characters of an answer that counts in steps
-LARGEST_SPOKEN = 700  # product in words
-# If A and B are larger than this, the question is "count up from A to B" or "count down ...".
+# If an answer counts in steps greater than one, it has at most `LONGEST_STEPPED` characters.
+LONGEST_STEPPED = 300
+# The product is at most `LARGEST_SPOKEN` if a question has numbers in words.
+LARGEST_SPOKEN = 700
+# If A and B are larger than `LARGEST_UNTOLD`, a question to count from A to B says "up" or "down".
 LARGEST_UNTOLD = 99
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
@@ -35,15 +38,16 @@ WORDINGS: dict[str, list[str]] = tomllib.loads(
     (Path(__file__).parent / "wordings.toml").read_text(encoding="utf-8")
 )
 
-Draft = tuple[str, str, str]  # the content's key, the question, the answer
+Draft = tuple[str, str, str]  # A draft is (key of the content, question, answer).
 Maker = Callable[[random.Random], Draft]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A question with its only correct answer.
+    """A question (`prompt`) with its only correct answer.
 
-    After the bare `prompt` the model continues with `completion`; in a chat it replies `answer`.
+    Without a chat template, the model should continue `prompt` with `completion`. In a chat, it
+    should reply `answer`.
     """
 
     task: str
@@ -57,14 +61,16 @@ class Example:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The question as a chat with one turn."""
+        """The messages of a chat that contains only the question."""
         return [{"role": "user", "content": self.prompt}]
 
 
 def sample_examples(
     seed: int, n: int, *, held_out: bool = True, task: str | None = None
 ) -> list[Example]:
-    """Draw `n` examples, of one task or of all in equal shares, held out of training or not.
+    """Draw `n` examples of one task, or of all tasks in equal numbers if `task` is None.
+
+    They are held-out examples if `held_out` is true, else training examples.
 
     Raises:
         ValueError: `task` is not one of `TASKS`.
@@ -77,9 +83,9 @@ def sample_examples(
 
 
 def draw(rng: random.Random, task: str, held_out: bool, maker: Maker | None = None) -> Example:
-    """Draw one example of a task from the training split, or from the test split if `held_out`.
+    """Draw one example of a task: a held-out example if `held_out`, else a training example.
 
-    `maker`, if given, draws the example instead of the task's own function.
+    If `maker` is given, it draws the example instead of the function in `TASKS`.
     """
     while True:
         key, prompt, answer = (maker or TASKS[task])(rng)
@@ -88,12 +94,15 @@ def draw(rng: random.Random, task: str, held_out: bool, maker: Maker | None = No
 
 
 def is_held_out(key: str) -> bool:
-    """Return whether a key is in the test split. A key that ends in "!" is always for training."""
+    """Return whether the content with this key is held out of training.
+
+    Keys that end with "!" are never held out.
+    """
     return not key.endswith("!") and zlib.crc32(key.encode()) % SPLIT == 0
 
 
 def ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
-    """Return a question about `contents`, with random wording, capitals and punctuation."""
+    """Return a question about `contents`, with random wording, capitalization and punctuation."""
     text = rng.choice(wordings).format(*contents)
     command = text[-1] not in "?="
     if command and text[0].islower() and rng.random() < 0.1:
@@ -114,7 +123,7 @@ def _sum(rng: random.Random, words: bool) -> Draft:
 
 
 def _difference(rng: random.Random, words: bool) -> Draft:
-    """Return a subtraction. The result is usually not negative."""
+    """Return a question to subtract; the result is usually not negative."""
     a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
     if a < b and rng.random() < 0.75:
         a, b = b, a
@@ -122,7 +131,10 @@ def _difference(rng: random.Random, words: bool) -> Draft:
 
 
 def _product(rng: random.Random, words: bool, largest: int) -> Draft:
-    """Return a product within the times table, or of one digit and up to three digits."""
+    """Return a question to multiply.
+
+    The numbers are from the times table, or one has one digit and the other up to three digits.
+    """
     a = b = largest
     while a * b > largest:
         in_table = rng.random() < 0.15
@@ -150,7 +162,10 @@ def _number(rng: random.Random, limit: int = 1000) -> int:
 
 
 def _word(rng: random.Random, longest: int = 12) -> str:
-    """Return a word of the list, or random letters, sometimes from only three different letters."""
+    """Return a random word of the word list, or a string of random letters.
+
+    Some of these strings have only three different letters.
+    """
     kind = rng.random()
     if kind < 0.5:
         return rng.choice(WORDS)
@@ -168,7 +183,10 @@ def _cased(rng: random.Random, word: str) -> str:
 
 
 def _words(rng: random.Random, n: int) -> list[str]:
-    """Return up to n different words. Sometimes words share a prefix, to make sorting harder."""
+    """Return up to `n` different words.
+
+    Sometimes the words have a common prefix, so that sorting them is harder.
+    """
     words = [_word(rng, 8) for _ in range(n)]
     if rng.random() < 0.3:
         stem = rng.choice(WORDS)[: rng.randint(1, 3)]
@@ -261,10 +279,11 @@ def _count(
     stepped: int = LONGEST_STEPPED,
     untold: int = LARGEST_UNTOLD,
 ) -> Draft:
-    """Count up or down, by ones or in steps, with an answer of `lengths` characters.
+    """Return a question to count up or down, by ones or in larger steps.
 
-    In steps the answer has `stepped` characters at most. If both numbers are above `untold`, the
-    question always says whether to count up or down.
+    The answer has from `lengths[0]` to `lengths[1]` characters; with larger steps, at most
+    `stepped`. If both numbers are above `untold`, the question always says whether to count up or
+    down.
     """
     limit, show = (100, number_words) if words else (1000, str)
     numbers, answer, longest = [0], "", 0
@@ -275,7 +294,8 @@ def _count(
         longest = lengths[1] if by_ones else min(lengths[1], stepped)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
-    if abs(step) <= 5 and rng.random() < 0.1:  # the last step stops short of the number asked for
+    # Sometimes the question names a number after the last one that the steps reach.
+    if abs(step) <= 5 and rng.random() < 0.1:
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
     wordings = _count_wordings(start, step, min(start, stop) <= untold)
     return (
@@ -286,7 +306,10 @@ def _count(
 
 
 def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
-    """Return up to `most` equally spaced numbers in 0..limit-1, in a third of cases descending."""
+    """Return up to `most` equally spaced numbers from 0 to `limit` - 1.
+
+    In a third of the cases they descend.
+    """
     step = rng.choice((1, 1, 1, 2, rng.randint(2, 10), rng.choice((5, 10, 20, 25, 50, 100))))
     start = rng.choice((1, rng.randrange(10), rng.randrange(100), rng.randrange(limit)))
     numbers = range(start, limit, step)[: int(most ** rng.uniform(0.2, 1.0))]

@@ -1,0 +1,195 @@
+"""Train the embedded model by reinforcement learning, in the process of the engine that samples.
+
+    python -m examples.grpo --steps 12 --plot reward.png
+
+The embedded model was trained to sort up to 8 numbers, and sorts 12 numbers badly. Each step has
+four parts:
+
+1. The engine samples several answers to each question.
+2. `score_completions` computes the log-probabilities of the answers again.
+3. GRPO (Group Relative Policy Optimization, arXiv:2402.03300) updates the weights. The reward of an
+   answer is the share of the sorted list before the first wrong number.
+4. `engine.update_weights` gives the new weights to the engine. Nothing is compiled again.
+
+The engine is batch-invariant, so parts 1 and 2 give log-probabilities with the same bits. The
+forward of the trainer is plain JAX, and rounds differently. Each step prints both differences.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples.plain_jax_llama import load
+from jpaged import Engine, RequestOutput, SamplingParams
+from jpaged.config import EMBEDDED_MODEL
+
+PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
+MAX_LEN = 160  # tokens of a prompt and its answer; a token is a byte
+CLIP = 0.2  # largest change of a token's probability ratio that the loss rewards
+
+
+class Sample(NamedTuple):
+    """An answer to a prompt, and the log-probability that each token was sampled with."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class StepResult(NamedTuple):
+    """Means over the answers of a step, largest differences, and the seconds of each part."""
+
+    reward: float
+    exact: float
+    scoring_difference: float
+    trainer_difference: float
+    seconds: dict[str, float]
+
+
+class CausalAttention:
+    """The `step` of a forward over one whole sequence, without a KV cache."""
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Return the causal attention of every token to the tokens before it."""
+        del layer
+        return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+def make_question(rng: random.Random) -> tuple[str, list[str]]:
+    """Return a prompt and the sorted numbers."""
+    numbers = rng.sample(range(1, 1000), 12)
+    return f"Sort {', '.join(map(str, numbers))}\n", [str(it) for it in sorted(numbers)]
+
+
+def reward_of(text: str, answer: list[str]) -> float:
+    """Return the share of the sorted list before the first wrong number."""
+    found = text.strip().split(", ")
+    is_wrong = [a != b for a, b in zip(found, answer, strict=False)]
+    num_right = is_wrong.index(True) if True in is_wrong else len(is_wrong)
+    return num_right / max(len(found), len(answer))
+
+
+def make_samples(output: RequestOutput) -> Iterator[Sample]:
+    """Yield the answers to a prompt."""
+    for answer in output.outputs:
+        entries = zip(answer.token_ids, answer.logprobs or (), strict=True)
+        logprobs = [entry[token].logprob for token, entry in entries]
+        yield Sample(list(output.prompt_token_ids), list(answer.token_ids), logprobs)
+
+
+def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens [B, L], whether tokens[:, 1:] were sampled, and their log-probabilities."""
+    tokens = np.zeros((len(samples), MAX_LEN), np.int32)
+    is_sampled = np.zeros((len(samples), MAX_LEN - 1), bool)
+    logprobs = np.zeros((len(samples), MAX_LEN - 1), np.float32)
+    for row, sample in enumerate(samples):
+        start, end = len(sample.prompt), len(sample.prompt) + len(sample.tokens)
+        tokens[row, :end] = sample.prompt + sample.tokens
+        is_sampled[row, start - 1 : end - 1] = True
+        logprobs[row, start - 1 : end - 1] = sample.logprobs
+    return tokens, is_sampled, logprobs
+
+
+def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iterator[StepResult]:
+    """Yield the result of each step."""
+    model, params = load(EMBEDDED_MODEL)
+    options: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": num_prompts * num_samples}
+    engine = Engine(None, dtype="float32", max_model_len=MAX_LEN, **options)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4))
+
+    def logprobs_of(params, tokens):  # of tokens[1:]
+        hidden = model.forward(params, tokens, jnp.arange(len(tokens)), CausalAttention())
+        logprobs = jax.nn.log_softmax(model.logits(params, hidden)[:-1])
+        return jnp.take_along_axis(logprobs, tokens[1:, None], axis=-1)[:, 0]
+
+    def loss(params, tokens, is_sampled, sampled_logprobs, advantages):
+        logprobs = jax.vmap(logprobs_of, (None, 0))(params, tokens)
+        change = jnp.where(is_sampled, logprobs - sampled_logprobs, 0.0)
+        ratio, advantages = jnp.exp(change), advantages[:, None]
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
+        return -jnp.sum(gain * is_sampled) / jnp.sum(is_sampled), jnp.max(jnp.abs(change))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, state, *batch):
+        gradients, difference = jax.grad(loss, has_aux=True)(params, *batch)
+        changes, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state, difference
+
+    state, rng = optimizer.init(params), random.Random(seed)
+    for step in range(num_steps):
+        times = [time.perf_counter()]
+        prompts, answers = zip(*[make_question(rng) for _ in range(num_prompts)], strict=True)
+        sampling = SamplingParams(n=num_samples, max_tokens=72, seed=seed + step, logprobs=0)
+        outputs = engine.generate(list(prompts), sampling, use_tqdm=False)
+        samples = [sample for output in outputs for sample in make_samples(output)]
+        times.append(time.perf_counter())
+
+        scores = engine.score_completions(
+            [it.prompt for it in samples], [it.tokens for it in samples], use_tqdm=False
+        )
+        scored = np.concatenate([score.logprobs for score in scores])
+        scoring_difference = np.abs(scored - np.concatenate([it.logprobs for it in samples])).max()
+        times.append(time.perf_counter())
+
+        graded = zip(outputs, answers, strict=True)
+        rewards = [[reward_of(it.text, answer) for it in out.outputs] for out, answer in graded]
+        rewards = np.array(rewards, np.float32)
+        centered = rewards - rewards.mean(axis=1, keepdims=True)
+        advantages = centered / (rewards.std(axis=1, keepdims=True) + 1e-4)
+        batch = (*make_batch(samples), advantages.ravel())
+        params, state, trainer_difference = jax.block_until_ready(update(params, state, *batch))
+        times.append(time.perf_counter())
+
+        engine.update_weights(params, version=step + 1)
+        times.append(time.perf_counter())
+        seconds = dict(zip(PARTS, np.diff(times).tolist(), strict=True))
+        differences = float(scoring_difference), float(trainer_difference)
+        yield StepResult(rewards.mean().item(), (rewards == 1).mean().item(), *differences, seconds)
+
+
+def plot(results: list[StepResult], path: Path) -> None:
+    """Write a plot of the mean reward and of the share of exact answers."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(6, 4))).subplots()
+    axes.plot([it.reward for it in results], label="mean reward")
+    axes.plot([it.exact for it in results], label="share of exact answers")
+    axes.set(xlabel="step", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Print the result of each step."""
+    parser = argparse.ArgumentParser(description="Train the embedded model to sort 12 numbers.")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=8, help="questions per step")
+    parser.add_argument("--samples", type=int, default=8, help="answers per question")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="file to plot the reward to; needs matplotlib")
+    args = parser.parse_args()
+    results = []
+    for result in train(args.steps, args.prompts, args.samples, args.seed):
+        results.append(result)
+        seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result.seconds.items())
+        print(
+            f"step {len(results)}: reward {result.reward:.3f}, exact {result.exact:.2f}, "
+            f"log-probabilities differ from scoring by {result.scoring_difference:g} and from the "
+            f"trainer's forward by {result.trainer_difference:.1e}; {seconds}",
+            flush=True,
+        )
+    if args.plot is not None:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()

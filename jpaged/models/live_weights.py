@@ -1,0 +1,440 @@
+"""Write a caller's arrays into the parameters of a model that is on the device.
+
+`ModelParameters.prepare` checks all arrays first, by the rules that also load checkpoints. The
+returned function then writes one parameter after another. The device transposes, casts, quantizes
+and fuses the arrays of a parameter in one program, and writes them over the old values. No value
+passes through the host, and at most one unsharded parameter is extra in memory at a time.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jpaged.models.checkpoint import (
+    FILE_DTYPES,
+    CheckpointError,
+    TensorInfo,
+    WeightRule,
+    WeightRules,
+)
+from jpaged.models.config import ModelConfig
+from jpaged.models.fp8 import FP8Format
+from jpaged.models.loader import (
+    ModelPlan,
+    TensorPlacement,
+    max_abs,
+    model_parameters,
+    parameter_path,
+    plan_weights,
+    update_parameter,
+    with_parameters,
+)
+from jpaged.models.registry import weight_rules
+from jpaged.models.sharding import MESH_AXIS, ShardSlice, axis_sharding
+from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX
+
+_FILE_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
+
+WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+"""Function from the parameters of an engine to new ones. The old arrays are donated."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The place of one array in an unsharded parameter; see `TensorPlacement`."""
+
+    shape: tuple[int, ...]
+    axis_order: tuple[int, ...]
+    start: tuple[int, ...]
+    addend: float
+    is_scalar: bool
+    num_output_axes: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the pieces of one parameter are written, and the scales of a quantized parameter.
+
+    Attributes:
+        pieces: Place of each array.
+        shape, dtype: Shape and dtype of the unsharded parameter.
+        mesh: Mesh of the tensor-parallel devices; None for a single device.
+        spec: How the devices split the parameter.
+        boxes: For each device, the boxes of the unsharded parameter that it holds.
+        scale_shape, scale_spec, scale_boxes: The same for the parameter's scales; None without
+            scales.
+    """
+
+    pieces: tuple[_Piece, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    mesh: Mesh | None
+    spec: PartitionSpec | None
+    boxes: tuple[tuple[ShardSlice, ...], ...]
+    scale_shape: tuple[int, ...] | None = None
+    scale_spec: PartitionSpec | None = None
+    scale_boxes: tuple[tuple[ShardSlice, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Write:
+    """The arrays of one parameter, by their names in the caller's tree."""
+
+    path: str
+    scale_path: str | None
+    names: tuple[str, ...]
+    layout: _Layout
+
+
+class ModelParameters:
+    """The parameters of a running engine with a built-in family, as far as an update needs them.
+
+    Args:
+        plan: The plan that loaded the model.
+        devices: Devices of the engine.
+    """
+
+    def __init__(self, plan: ModelPlan, devices: Sequence[Any]):
+        self._plan, self._devices = replace(plan, placements=None), tuple(devices)
+        self._specs = model_parameters(plan.abstract_model)
+        named = with_parameters(plan.abstract_model, {path: path for path in self._specs})
+        self._paths: tuple[str, ...] = tuple(jax.tree.leaves(nnx.state(named)))
+
+    def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
+        """Check new parameters, and return the function that writes them.
+
+        Args:
+            params: A dict from the names of a checkpoint's tensors to JAX arrays, or an `nnx.State`
+                of the family's model, or the state as nested dicts.
+            check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
+
+        Raises:
+            TypeError: `params` is not such a tree, or a leaf is not a JAX array.
+            ValueError: A name is missing or unknown, an array has a wrong shape, dtype or device,
+                was deleted, or is not finite. The message names the arrays.
+        """
+        arrays, is_state = _flatten(params)
+        for name, array in arrays.items():
+            _check_array(name, array, self._devices)
+        writes = self._plan_writes(arrays, is_state=is_state)
+        if check_finite:
+            check_all_finite(arrays)
+        return partial(self._write, arrays, writes)
+
+    def _plan_writes(self, arrays: Mapping[str, jax.Array], *, is_state: bool) -> list[_Write]:
+        config, specs = self._plan.config, self._plan.unsharded_specs
+        is_quantized = any(it.dtype == FILE_DTYPES["F8_E4M3"] for it in arrays.values())
+        if config.quantization is not None and not is_quantized:
+            config = replace(config, quantization=replace(config.quantization, format=FP8Format))
+            # The static scales of the activations stay as they are.
+            specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
+        shapes = {name: it.shape for name, it in arrays.items()}
+        if is_state:
+            rules = _state_rules(config, specs, shapes)
+        else:
+            rules = weight_rules(config)
+            self._check_head(arrays, rules)
+        tensors = [
+            TensorInfo(name, Path(), _file_dtype(arrays[name]), shape)
+            for name, shape in shapes.items()
+        ]
+        try:
+            placements = plan_weights(tensors, rules, specs, subject="params")
+        except CheckpointError as error:
+            raise ValueError(
+                f"{error} Pass all tensors of the engine's checkpoint by their names, or the "
+                "nnx.State of the engine's model."
+            ) from None
+        placed: dict[str, list[TensorPlacement]] = {}
+        for placement in placements:
+            placed.setdefault(placement.path, []).append(placement)
+        return [self._plan_write(path, found) for path, found in placed.items()]
+
+    def _check_head(self, arrays: Mapping[str, jax.Array], rules: WeightRules) -> None:
+        """Check that the head equals the embedding, if the engine's model ties them."""
+        if not self._plan.config.tie_word_embeddings:
+            return
+        untied = weight_rules(replace(self._plan.config, tie_word_embeddings=False))
+        found = {
+            rule.target: (name, array)
+            for name, array in arrays.items()
+            if (rule := untied.find(name)) is not None
+        }
+        if (head := found.get("lm_head.weight")) is None:
+            return
+        embed = found.get("embed.weight")
+        dtype = self._plan.unsharded_specs["embed.weight"].dtype
+        if embed is not None and not _are_equal(head[1], embed[1], dtype):
+            raise ValueError(
+                f"{head[0]} differs from {embed[0]}, but the engine's model ties them: omit "
+                f"{head[0]}, or set tie_word_embeddings to false in config.json and create a new "
+                "engine"
+            )
+
+    def _plan_write(self, path: str, placements: Sequence[TensorPlacement]) -> _Write:
+        plan, rule = self._plan, placements[0].rule
+        spec, scale_path = plan.unsharded_specs[path], rule.scale_path
+        pieces = tuple(
+            _Piece(
+                it.shape,
+                it.axis_order,
+                tuple(it.start.tolist()),
+                it.rule.addend,
+                it.rule.is_scalar,
+                it.num_output_axes,
+            )
+            for it in placements
+        )
+        layout = _Layout(pieces, spec.shape, np.dtype(spec.dtype), plan.mesh, *self._split(path))
+        if scale_path is not None:
+            scale_spec, scale_boxes = self._split(scale_path)
+            layout = replace(
+                layout,
+                scale_shape=plan.unsharded_specs[scale_path].shape,
+                scale_spec=scale_spec,
+                scale_boxes=scale_boxes,
+            )
+        names = tuple(it.tensor.name for it in placements)
+        return _Write(path, scale_path, names, layout)
+
+    def _split(self, path: str) -> tuple[PartitionSpec | None, tuple[tuple[ShardSlice, ...], ...]]:
+        """Return how the devices split a parameter, and the boxes that each device holds."""
+        mesh, sharding = self._plan.mesh, self._specs[path].sharding
+        if mesh is None or sharding is None:
+            return None, ()
+        boxes = (tuple(self._plan.device_slices(path, index)) for index in range(mesh.size))
+        return sharding.spec, tuple(boxes)
+
+    def _write(
+        self,
+        arrays: Mapping[str, jax.Array],
+        writes: Iterable[_Write],
+        leaves: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        values = dict(zip(self._paths, leaves, strict=True))
+        del leaves
+        mesh = self._plan.mesh
+        for write in writes:
+            tensors = tuple(_on_mesh(arrays[name], mesh) for name in write.names)
+            scale = None if write.scale_path is None else values[write.scale_path]
+            values[write.path], scale = _write_parameter(
+                values[write.path], scale, tensors, layout=write.layout
+            )
+            if write.scale_path is not None:
+                values[write.scale_path] = scale
+        return tuple(values[path] for path in self._paths)
+
+
+def _flatten(params: Any) -> tuple[dict[str, Any], bool]:
+    """Return the leaves by name, and whether the names are paths of parameters.
+
+    A flat dict has names of a checkpoint's tensors. Any other tree is the state of a model.
+    """
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    if isinstance(params, Mapping) and not isinstance(params, nnx.State):
+        if wrong := [key for key in params if not isinstance(key, (str, int))]:
+            raise TypeError(f"params has the key {wrong[0]!r}: use names of tensors as keys")
+        if not any(isinstance(it, (Mapping, nnx.Variable)) for it in params.values()):
+            return {str(name): it for name, it in params.items()}, False
+    elif not isinstance(params, nnx.State):
+        raise TypeError(
+            f"params is a {type(params).__name__}: pass a dict from the names of a checkpoint's "
+            "tensors to JAX arrays, or an nnx.State of the engine's model"
+        )
+    found = {}
+    for keys, leaf in jax.tree.leaves_with_path(params):
+        names = (getattr(key, "key", getattr(key, "idx", None)) for key in keys)
+        found[parameter_path(tuple(name for name in names if name is not None))] = leaf
+    return found, True
+
+
+def _check_array(name: str, leaf: Any, devices: Sequence[Any]) -> None:
+    """Check that a leaf is a JAX array on the devices of the engine."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__qualname__}"
+        raise TypeError(
+            f"{name} is a {kind}, not a JAX array: move arrays to the device with jax.device_put"
+        )
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was deleted or donated to another function: pass an array that exists"
+        )
+    found = leaf.devices()
+    if not (found == set(devices) or (len(found) == 1 and found <= set(devices))):
+        raise ValueError(
+            f"{name} is on {', '.join(sorted(map(str, found)))}, but the engine runs on "
+            f"{', '.join(map(str, devices))}: pass arrays on one or all of these devices, for "
+            "example jax.device_put(params, jax.local_devices()[0])"
+        )
+    memory = leaf.sharding.memory_kind
+    if memory not in (None, default := devices[0].default_memory().kind):
+        raise ValueError(
+            f"{name} is in {memory} memory: pass arrays in {default} memory, for example "
+            "jax.device_put(params, jax.local_devices()[0])"
+        )
+
+
+def _file_dtype(array: jax.Array) -> str:
+    """Return the dtype as safetensors names it; JAX's name if checkpoints cannot have it."""
+    return _FILE_DTYPE_NAMES.get(np.dtype(array.dtype), array.dtype.name)
+
+
+def _state_rules(
+    config: ModelConfig,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    shapes: dict[str, tuple[int, ...]],
+) -> WeightRules:
+    """Return the rules that map the state of a model to the parameters of the engine.
+
+    A parameter has its own name in the state. If the engine quantizes a projection, and the state
+    has no scales, the weight in the state is [*inputs, *outputs].
+
+    Args:
+        config: Config of the model.
+        specs: Shape and dtype of each unsharded parameter, by path.
+        shapes: Shapes of the arrays in the state by name. Weights that are quantized get the shape
+            [inputs, outputs] that the rules expect.
+    """
+    quantized, rules = set[str](), list[WeightRule]()
+    for path in specs:
+        module, _, name = path.rpartition(".")
+        projection = config.projection(module)
+        if name != "weight" or projection is None or not issubclass(projection.format, FP8Format):
+            continue
+        if projection.format.scale_granularity is not None:
+            continue
+        rules += projection.format.rules(projection, [module], module, transposed=False)
+        quantized |= {path, f"{module}.weight_scale"}
+        if shapes.get(path) == (*projection.input_shape, *projection.output_shape):
+            sizes = projection.input_shape, projection.output_shape
+            shapes[path] = math.prod(sizes[0]), math.prod(sizes[1])
+    rules += [WeightRule(path, path) for path in specs if path not in quantized]
+    return WeightRules(rules)
+
+
+def check_all_finite(arrays: Mapping[str, jax.Array]) -> None:
+    """Raise ValueError if an array has a value that is NaN or infinite."""
+    checks = {
+        name: _is_finite(it)
+        for name, it in arrays.items()
+        if jnp.issubdtype(it.dtype, jnp.floating)
+    }
+    for name, is_finite in jax.device_get(checks).items():
+        if not is_finite:
+            raise ValueError(
+                f"{name} has values that are NaN or infinite: lower the learning rate, or pass "
+                "check_finite=False to serve them"
+            )
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array.astype(jnp.float32)).all()
+
+
+def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
+    """Return whether two arrays have equal values in `dtype`."""
+    if one is other:
+        return True
+    return one.shape == other.shape and bool(_equals(one, other, dtype=np.dtype(dtype)))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _equals(one: jax.Array, other: jax.Array, dtype: np.dtype) -> jax.Array:
+    return (one.astype(dtype) == other.astype(dtype)).all()
+
+
+def _on_mesh(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Return the array with a copy on each tensor-parallel device, by transfers between devices."""
+    if mesh is None:
+        return array
+    replicated = axis_sharding(mesh, None)
+    if len(array.devices()) == 1:
+        return jax.device_put(array, replicated)
+    return jax.jit(lambda it: it, out_shardings=replicated)(array)
+
+
+@partial(jax.jit, static_argnames="layout", donate_argnames=("param", "scale"))
+def _write_parameter(
+    param: jax.Array,
+    scale: jax.Array | None,
+    tensors: tuple[jax.Array, ...],
+    layout: _Layout,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return a parameter and its scales with new values.
+
+    Args:
+        param: Old values.
+        scale: Old scales of a parameter that is quantized; otherwise None.
+        tensors: Arrays in the order of `layout.pieces`.
+        layout: Places of the arrays.
+    """
+    if layout.mesh is None:
+        return _write_pieces(param, scale, tensors, layout)
+
+    def write_shards(param, scale, tensors):
+        whole = jnp.zeros(layout.shape, layout.dtype)
+        scales = None if scale is None else jnp.zeros(layout.scale_shape or (), scale.dtype)
+        whole, scales = _write_pieces(whole, scales, tensors, layout)
+        param = _write_boxes(param, whole, layout.boxes)
+        if scale is not None and scales is not None:
+            scale = _write_boxes(scale, scales, layout.scale_boxes)
+        return param, scale
+
+    specs = layout.spec, layout.scale_spec
+    options: dict[str, Any] = {"in_specs": (*specs, PartitionSpec()), "out_specs": specs}
+    write = jax.shard_map(write_shards, mesh=layout.mesh, check_vma=False, **options)
+    return write(param, scale, tensors)
+
+
+def _write_pieces(
+    param: jax.Array,
+    scale: jax.Array | None,
+    tensors: Sequence[jax.Array],
+    layout: _Layout,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Write arrays into an unsharded parameter, and the scales of quantized arrays."""
+    for piece, tensor in zip(layout.pieces, tensors, strict=True):
+        if piece.is_scalar:
+            tensor = jnp.broadcast_to(tensor.reshape([1] * len(piece.shape)), piece.shape)
+        slab = tensor.reshape([piece.shape[axis] for axis in piece.axis_order])
+        start, piece_scale = np.array(piece.start, np.int32), None
+        if scale is not None:
+            outputs = piece.num_output_axes
+            piece_scale = _fp8_scale(slab, piece)
+            scale = jax.lax.dynamic_update_slice(scale, piece_scale, list(start[:outputs]))
+        param = update_parameter(param, slab, start, piece_scale, piece.axis_order, piece.addend)
+    return param, scale
+
+
+def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
+    """Return the FP8 scale of each output, with the bits that the loader computes."""
+    found = max_abs(slab, piece.axis_order, piece.num_output_axes)
+    # XLA turns a division by a number into a product with the reciprocal, which rounds differently.
+    divisor = jax.lax.optimization_barrier(jnp.full(found.shape, FP8_MAX, jnp.float32))
+    return jnp.maximum(found, jnp.float32(FP8_MIN_ABSMAX)) / divisor
+
+
+def _write_boxes(
+    shard: jax.Array, whole: jax.Array, boxes: Sequence[Sequence[ShardSlice]]
+) -> jax.Array:
+    """Write this device's boxes of an unsharded array into its shard."""
+    index = jax.lax.axis_index(MESH_AXIS)
+    for device_boxes in zip(*boxes, strict=True):  # the same box of every device
+        starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
+        first = device_boxes[0]
+        part = jax.lax.dynamic_slice(whole, list(starts), first.shape)
+        shard = jax.lax.dynamic_update_slice(shard, part, first.local_start)
+    return shard

@@ -1,0 +1,609 @@
+"""The step that a user's model sees: attention over the pool, and fused operations.
+
+`ModelStep` is the argument `step` of `JaxModel.forward`; `ModelOps` is the argument of `logits`.
+Their operations are the kernels of the built-in model families. `TracedStep` and `TracedOps` have
+the same operations without a pool. In a trace, each of their operations is one call whose target
+begins with `OP_PREFIX`.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+from jax.typing import DTypeLike
+from jaxtyping import Array
+from typing_extensions import override
+
+from jpaged.errors import format_count
+from jpaged.models.attention import (
+    AttentionInputs,
+    attend_paged,
+    attend_projected,
+    invariant_inputs,
+    split_heads,
+)
+from jpaged.models.norm import add_norm_rows, normalize_rows
+from pallas_kernels import (
+    Backend,
+    HeadNorms,
+    LayerKV,
+    batch_invariant_gated_gemm,
+    batch_invariant_gemm,
+    batch_invariant_transposed_gemm,
+    einsum,
+    expert_down_gemm,
+    expert_gated_gemm,
+    gated_gemm,
+    route,
+    split_k_gemm,
+    sum_partials,
+    write_kv,
+)
+from pallas_kernels.kv_cache.xla import rotate
+
+OP_PREFIX = "jpaged."
+"""First characters of the targets of the operations' calls in a trace."""
+
+KV_DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes of queries, keys, values, hidden states and logits."""
+
+_UNROLL = (
+    "call it directly in forward, with a Python int for each layer: unroll a scan over layers "
+    "into a Python loop, and do not put it inside jax.jit, jax.checkpoint, jax.vmap or lax.cond"
+)
+
+
+class LayerHeads(NamedTuple):
+    """The KV heads of one layer.
+
+    Attributes:
+        num_kv_heads: Number of KV heads (K).
+        head_size: Width of one head (H).
+    """
+
+    num_kv_heads: int
+    head_size: int
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Partials:
+    """A product whose final sum is left to the operation that consumes it.
+
+    The kernel that adds or rotates the product sums it too, which saves a kernel.
+
+    Attributes:
+        values: Partial products [parts, T, *outputs].
+        dtype: Dtype of the product.
+    """
+
+    values: Array
+    dtype: DTypeLike
+
+    def sum(self) -> Array:
+        """Return the product [T, *outputs]."""
+        return sum_partials(self.values, self.dtype)
+
+    def tree_flatten(self):
+        """Return the array, and the dtype as static data."""
+        return (self.values,), jnp.dtype(self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, dtype, values):
+        """Rebuild the object. Skip `__init__`, because JAX may pass placeholders."""
+        self = object.__new__(cls)
+        vars(self).update(values=values[0], dtype=dtype)
+        return self
+
+
+def _as_partials(product: Array | Partials) -> Partials:
+    """Return an array as a single partial product."""
+    return product if isinstance(product, Partials) else Partials(product[None], product.dtype)
+
+
+class ModelOps:
+    """Fused operations for the functions of a user's model.
+
+    The operations run the kernels of the built-in model families on a GPU, and plain XLA elsewhere.
+    With the engine's option `batch_invariant`, the bits of a row do not depend on other rows.
+    Products accumulate in float32. Rows and weights have one dtype.
+    """
+
+    def __init__(self, backend: Backend, *, batch_invariant: bool = False):
+        self._backend, self._batch_invariant = backend, batch_invariant
+
+    def project(self, x: Array, weight: Array) -> Partials:
+        """Return the product of rows and a weight.
+
+        Args:
+            x: Rows [T, *inputs].
+            weight: Weight [*inputs, *outputs].
+
+        Returns:
+            The product. Pass it to `add_rms_norm` or `ModelStep.rope_attend`, or call its method
+            `sum` to get an array [T, *outputs].
+        """
+        if x.shape[1:] != weight.shape[: x.ndim - 1]:
+            raise ValueError(
+                f"project: weight has shape {list(weight.shape)}, but must be [*inputs, *outputs] "
+                f"with inputs = {list(x.shape[1:])}, because x has shape {list(x.shape)}"
+            )
+        return self._call("project", _project, x, weight)
+
+    def gated_project(self, x: Array, weight: Array) -> Array:
+        """Return silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the first half of a SwiGLU.
+
+        Args:
+            x: Rows [T, D].
+            weight: Gate and up projection [D, 2, F].
+
+        Returns:
+            The rows [T, F] for the down projection.
+        """
+        return self._call("gated_project", _gated_project, x, weight)
+
+    def project_vocabulary(self, hidden: Array, table: Array) -> Array:
+        """Return the logits hidden @ table.T in float32.
+
+        Args:
+            hidden: Hidden states [R, D].
+            table: Output head or embedding table [V, D].
+        """
+        return self._call("project_vocabulary", _project_vocabulary, hidden, table)
+
+    def rms_norm(self, x: Array, weight: Array, *, eps: SupportsFloat) -> Array:
+        """Return x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+        eps = _static_number("rms_norm", "eps", eps, float)
+        return self._call("rms_norm", _rms_norm, x, weight, eps=eps)
+
+    def add_rms_norm(
+        self,
+        hidden: Array,
+        update: Array | Partials | None,
+        weight: Array,
+        *,
+        eps: SupportsFloat,
+    ) -> tuple[Array, Array]:
+        """Add an update to the residual stream, and normalize the sum with RMSNorm.
+
+        Args:
+            hidden: Residual stream [T, D].
+            update: Update [T, D], for example the result of `project`; None for no update.
+            weight: Weight of the norm [D].
+            eps: Epsilon of the norm.
+
+        Returns:
+            The normalized rows, and the new residual stream.
+        """
+        eps = _static_number("add_rms_norm", "eps", eps, float)
+        values = None if update is None else _as_partials(update).values
+        return self._call("add_rms_norm", _add_rms_norm, hidden, values, weight, eps=eps)
+
+    def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+        """Run an operation for this object's backend and mode."""
+        mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
+        return function(*arrays, **options, **mode)
+
+
+def _project(x, weight, *, backend, batch_invariant):
+    outputs = weight.shape[x.ndim - 1 :]
+    rows = x.reshape(x.shape[0], -1)
+    flat = weight.reshape(rows.shape[1], -1)
+    if batch_invariant:
+        values = batch_invariant_gemm(rows, flat, backend=backend)[None]
+    else:
+        values = split_k_gemm(rows, flat, backend=backend)
+    return Partials(values.reshape(*values.shape[:2], *outputs), x.dtype)
+
+
+def _gated_project(x, weight, *, backend, batch_invariant):
+    gemm = batch_invariant_gated_gemm if batch_invariant else gated_gemm
+    return gemm(x, weight, backend=backend)
+
+
+def _project_vocabulary(hidden, table, *, backend, batch_invariant):
+    if batch_invariant:
+        return batch_invariant_transposed_gemm(hidden, table, backend=backend)
+    return einsum("rd,vd->rv", hidden, table, out=jnp.float32)
+
+
+def _rms_norm(x, weight, *, eps, backend, batch_invariant):
+    return normalize_rows(x, weight, eps, batch_invariant=batch_invariant)
+
+
+def _add_rms_norm(hidden, update, weight, *, eps, backend, batch_invariant):
+    return add_norm_rows(
+        hidden, update, weight, eps, backend=backend, batch_invariant=batch_invariant
+    )
+
+
+def _experts(
+    x,
+    router,
+    gate_up,
+    down,
+    num_tokens,
+    *,
+    num_experts_per_token,
+    normalize,
+    backend,
+    batch_invariant,
+):
+    mode = {"backend": backend, "batch_invariant": batch_invariant}
+    logits = _project_vocabulary(x, router, **mode)
+    routing = route(
+        logits, num_experts_per_token, normalize=normalize, num_tokens=num_tokens, **mode
+    )
+    flat = gate_up.reshape(*gate_up.shape[:2], -1)
+    return expert_down_gemm(expert_gated_gemm(x, flat, routing, **mode), down, routing, **mode)
+
+
+class ModelStep(ModelOps):
+    """One step of the engine, as `forward` sees it.
+
+    `forward` calls `attend` or `rope_attend` once for each layer, in any order. An object is valid
+    during one call of `forward`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerHeads],
+        pool: Sequence[LayerKV],
+        attention: AttentionInputs,
+        *,
+        batch_invariant: bool = False,
+    ):
+        super().__init__(attention.backend, batch_invariant=batch_invariant)
+        self._layers, self._pool, self._attention = layers, pool, attention
+        self._num_tokens = attention.slot_mapping.shape[0]
+        self._attended: dict[int, LayerKV] = {}
+        self._trace = get_opaque_trace_state()
+
+    # The arrays are not annotated with shapes: `attend` checks them and names the layer.
+    def attend(
+        self,
+        layer: SupportsIndex,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: SupportsIndex | None = None,
+        scale: SupportsFloat | None = None,
+        soft_cap: SupportsFloat | None = None,
+    ) -> Array:
+        """Write the tokens' keys and values to the pool, and return causal attention.
+
+        Each token attends to all tokens of its sequence up to itself, also to those that earlier
+        steps have computed. Queries and keys must be rotated already, if the model rotates them.
+
+        Args:
+            layer: Index of the layer, a Python int from 0 to `num_layers` - 1.
+            q: Queries [T, N, H]. N is a multiple of the layer's number of KV heads, K.
+            k, v: Keys and values [T, K, H].
+            window: Number of keys that a query sees, including the key of its own position. None:
+                all keys.
+            scale: Factor of the dot products; None for 1 / sqrt(H).
+            soft_cap: Cap that turns scores into `soft_cap * tanh(scores / soft_cap)`; None for no
+                cap.
+
+        Returns:
+            The outputs [T, N, H] of the query heads, in q's dtype.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, or the layer was attended already.
+        """
+        index = self._check_layer("attend", layer)
+        self._check_heads(index, q, k, v)
+        options = self._attention_options("attend", index, window, scale, soft_cap)
+        out, self._attended[index] = self._attend(index, q, k, v, options)
+        return out
+
+    def rope_attend(
+        self,
+        layer: SupportsIndex,
+        qkv: Array | Partials,
+        angles: tuple[Array, Array] | None,
+        *,
+        norms: tuple[Array, Array, float] | None = None,
+        window: SupportsIndex | None = None,
+        scale: SupportsFloat | None = None,
+        soft_cap: SupportsFloat | None = None,
+    ) -> Array:
+        """Normalize and rotate queries and keys, then do the work of `attend`, in fused kernels.
+
+        Args:
+            layer, window, scale, soft_cap: See `attend`.
+            qkv: Query heads, key heads and value heads of each token, [T, N + 2 K, H], for example
+                the result of `project`.
+            angles: Cosines and sines [T, H / 2], in float32, of the tokens' rotation (Su et al.
+                2021, arXiv:2104.09864). Channels i and i + H / 2 form a pair. None: do not rotate.
+            norms: Weights [H] and epsilon of an RMSNorm of each query head and of each key head,
+                before the rotation; None for no norms.
+
+        Returns:
+            The outputs [T, N, H] of the query heads, in the dtype of `qkv`.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid, or the layer was attended already.
+        """
+        index, product = self._check_layer("rope_attend", layer), _as_partials(qkv)
+        self._check_projection(index, product.values, angles)
+        options = self._attention_options("rope_attend", index, window, scale, soft_cap)
+        head_norms = None if norms is None else HeadNorms(*norms)
+        out, self._attended[index] = self._rope_attend(index, product, angles, head_norms, options)
+        return out
+
+    def experts(
+        self,
+        x: Array,
+        router: Array,
+        gate_up: Array,
+        down: Array,
+        *,
+        num_experts_per_token: SupportsIndex,
+        normalize: bool = False,
+    ) -> Array:
+        """Return the weighted sum of the experts that each token chooses. No token is dropped.
+
+        Each expert is a SwiGLU. The routing weights are the softmax over all experts.
+
+        Args:
+            x: Rows [T, D].
+            router: Weight of the router [E, D].
+            gate_up: Gate and up projection of each expert [E, D, 2, F].
+            down: Down projection of each expert [E, F, D].
+            num_experts_per_token: Number of experts that each token chooses.
+            normalize: Whether the weights of a token's experts are divided by their sum.
+
+        Returns:
+            The rows [T, D], in x's dtype.
+        """
+        count = operator.index(num_experts_per_token)
+        arrays = x, router, gate_up, down, self._attention.num_tokens
+        options = {"num_experts_per_token": count, "normalize": bool(normalize)}
+        return self._call("experts", _experts, *arrays, **options)
+
+    def take_pool(self) -> tuple[LayerKV, ...]:
+        """Return the updated pool.
+
+        Raises:
+            ValueError: `forward` has not attended all layers.
+        """
+        missing = [str(i) for i in range(len(self._layers)) if i not in self._attended]
+        if missing:
+            raise ValueError(
+                f"forward called attend for {len(self._attended)} of "
+                f"{format_count(len(self._layers), 'layer')}: also call it for layer "
+                f"{', '.join(missing)}, or lower num_layers"
+            )
+        return tuple(self._attended[i] for i in range(len(self._layers)))
+
+    def _check_layer(self, name: str, layer: SupportsIndex) -> int:
+        """Return the index of a layer that has not been attended yet."""
+        if isinstance(layer, Tracer):
+            raise TypeError(f"{name}: layer is a traced value, but must be a Python int: {_UNROLL}")
+        index = operator.index(layer)
+        if not 0 <= index < len(self._layers):
+            raise ValueError(
+                f"{name}: layer={index}, but the model has num_layers={len(self._layers)}: pass an "
+                f"int from 0 to {len(self._layers) - 1}"
+            )
+        if index in self._attended:
+            raise ValueError(
+                f"{name} was called twice for layer {index}: call it once per layer, and give "
+                "layers that share weights an index each"
+            )
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(
+                f"{name} for layer {index} runs inside a JAX transformation: {_UNROLL}"
+            )
+        return index
+
+    def _attention_options(
+        self, name: str, index: int, window: Any, scale: Any, soft_cap: Any
+    ) -> dict[str, Any]:
+        """Return the options of the attention ops."""
+        where = f"{name} for layer {index}"
+        default_scale = 1 / math.sqrt(self._layers[index].head_size)
+        return {
+            "scale": _static_number(where, "scale", scale, float) or default_scale,
+            "soft_cap": _static_number(where, "soft_cap", soft_cap, float),
+            "sliding_window": _static_number(where, "window", window, operator.index),
+        }
+
+    def _check_heads(self, index: int, q: Array, k: Array, v: Array) -> None:
+        num_kv_heads, head_size = self._layers[index]
+        wanted, where = (self._num_tokens, num_kv_heads, head_size), f"attend for layer {index}"
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            _check_dtype(where, name, array)
+        for name, array in (("k", k), ("v", v)):
+            if array.shape != wanted:
+                raise ValueError(
+                    f"{where}: {name} has shape {list(array.shape)}, but must be "
+                    f"[T, K, H] = {list(wanted)}: reshape it, or correct num_kv_heads or head_size"
+                )
+        is_grouped = q.ndim == 3 and q.shape[1] > 0 and q.shape[1] % num_kv_heads == 0
+        if not is_grouped or (q.shape[0], q.shape[2]) != (wanted[0], wanted[2]):
+            raise ValueError(
+                f"{where}: q has shape {list(q.shape)}, but must be [T, N, H] = "
+                f"[{wanted[0]}, N, {head_size}] with N a multiple of {num_kv_heads}: reshape it, "
+                "or correct num_kv_heads or head_size"
+            )
+
+    def _check_projection(
+        self, index: int, values: Array, angles: tuple[Array, Array] | None
+    ) -> None:
+        num_kv_heads, head_size = self._layers[index]
+        shape, where = values.shape[1:], f"rope_attend for layer {index}"
+        _check_dtype(where, "qkv", values)
+        num_heads = shape[1] - 2 * num_kv_heads if len(shape) == 3 else 0
+        is_grouped = num_heads > 0 and num_heads % num_kv_heads == 0
+        if not is_grouped or (shape[0], shape[2]) != (self._num_tokens, head_size):
+            raise ValueError(
+                f"{where}: qkv has shape {list(shape)}, but must be [T, N + 2 K, H] = "
+                f"[{self._num_tokens}, N + {2 * num_kv_heads}, {head_size}] with N a multiple of "
+                f"{num_kv_heads}: reshape it, or correct num_kv_heads or head_size"
+            )
+        half = (self._num_tokens, head_size // 2)
+        for each in angles or ():
+            if head_size % 2 or (each.shape, each.dtype.name) != (half, "float32"):
+                raise ValueError(
+                    f"{where}: angles has {each.dtype}{list(each.shape)}, but must be two arrays "
+                    f"float32[T, H / 2] = {list(half)} of an even head size H={head_size}"
+                )
+
+    def _attend(
+        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        """Store keys and values and compute attention, for checked arguments.
+
+        All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
+        which change no score.
+        """
+        kv, attention = self._pool[index], self._attention
+        num_kv_heads, head_size, num_heads = *self._layers[index], q.shape[1]
+        new_heads, new_columns = kv.k.shape[2] - num_kv_heads, kv.head_size - head_size
+        if new_heads or new_columns:
+            group = num_heads // num_kv_heads
+            widths = [(0, 0), (0, new_heads), (0, new_columns)]
+            k, v = jnp.pad(k, widths), jnp.pad(v, widths)
+            q = jnp.pad(q, [(0, 0), (0, group * new_heads), (0, new_columns)])
+        dtype = k.dtype if kv.is_scaled else kv.k.dtype
+        slots, backend = attention.slot_mapping, attention.backend
+        kv = write_kv(kv, k.astype(dtype), v.astype(dtype), slots, backend=backend)
+        if self._batch_invariant:
+            attention, options = invariant_inputs(attention), {**options, "batch_invariant": True}
+        out = attend_paged(q, kv, attention, backend=backend, **options)
+        return out[:, :num_heads, :head_size], kv
+
+    def _rope_attend(
+        self,
+        index: int,
+        qkv: Partials,
+        angles: tuple[Array, Array] | None,
+        norms: HeadNorms | None,
+        options: dict[str, Any],
+    ) -> tuple[Array, LayerKV]:
+        """Compute `rope_attend` for checked arguments."""
+        kv, heads = self._pool[index], self._layers[index]
+        mode = {"batch_invariant": self._batch_invariant}
+        if (kv.k.shape[2], kv.head_size) == heads:
+            attention, dtype = self._attention, qkv.dtype
+            return attend_projected(
+                qkv.values, kv, attention, angles, norms=norms, dtype=dtype, **mode, **options
+            )
+        # The fused kernels cannot rotate heads that are padded to the size of the pool.
+        q, k, v = split_heads(qkv.values, heads.num_kv_heads, qkv.dtype)
+        if norms is not None:
+            q, k = (
+                normalize_rows(it, weight, norms.eps, **mode)
+                for it, weight in ((q, norms.q), (k, norms.k))
+            )
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return self._attend(index, q, k, v, options)
+
+
+def _check_dtype(where: str, name: str, array: Any) -> None:
+    if not isinstance(array, jax.Array) or array.dtype.name not in KV_DTYPES:
+        found = array.dtype if isinstance(array, jax.Array) else type(array).__name__
+        raise TypeError(f"{where}: {name} is {found}: pass a JAX array of {', '.join(KV_DTYPES)}")
+
+
+def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
+    """Return an option as a number, or None. Its value must be known while tracing."""
+    if value is None:
+        return None
+    if isinstance(value, Tracer):
+        raise TypeError(f"{where}: {name} is a traced value: pass a Python number")
+    number = convert(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{where}: {name}={number}: pass a positive number, or None")
+    return number
+
+
+class TracedOps(ModelOps):
+    """Operations that a trace shows as single calls.
+
+    An operation is traced with its kernels first, which checks its arguments.
+    """
+
+    @override
+    def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+        run = super()._call
+        # Mosaic GPU keeps traced references of its kernels (JAX 0.11.2), which a check for leaks
+        # would report as arrays that the user's function keeps.
+        with jax.check_tracer_leaks(False):
+            outputs = jax.eval_shape(lambda *it: run(name, function, *it, **options), *arrays)
+        return _mark_call(name, outputs, arrays, options)
+
+
+class TracedStep(TracedOps, ModelStep):
+    """A step without a pool, for tracing `forward` with a given number of tokens.
+
+    Attributes:
+        dtypes: Dtype of the keys of each attended layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerHeads],
+        num_tokens: int,
+        backend: Backend = Backend.XLA,
+        *,
+        batch_invariant: bool = False,
+    ):
+        one = jnp.zeros((1,), jnp.int32)
+        slots = jnp.zeros((num_tokens,), jnp.int32)
+        attention = AttentionInputs(one[None], one, slots, None, backend)
+        ModelStep.__init__(self, layers, (), attention, batch_invariant=batch_invariant)
+        self.dtypes: dict[int, jnp.dtype] = {}
+
+    @override
+    def _attend(
+        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        return self._mark_attention("attend", index, q, k.dtype, (q, k, v), options)
+
+    @override
+    def _rope_attend(
+        self,
+        index: int,
+        qkv: Partials,
+        angles: tuple[Array, Array] | None,
+        norms: HeadNorms | None,
+        options: dict[str, Any],
+    ) -> tuple[Array, LayerKV]:
+        num_heads = qkv.values.shape[2] - 2 * self._layers[index].num_kv_heads
+        shape = self._num_tokens, num_heads, qkv.values.shape[3]
+        output = jax.ShapeDtypeStruct(shape, qkv.dtype)
+        arrays, eps = (qkv.values, angles, norms and norms[:2]), norms and norms.eps
+        options = {**options, "eps": eps}
+        dtype = jnp.dtype(qkv.dtype)
+        return self._mark_attention("rope_attend", index, output, dtype, arrays, options)
+
+    def _mark_attention(
+        self, name: str, index: int, output: Any, dtype: Any, arrays: Any, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        self.dtypes[index] = dtype
+        empty = jnp.zeros((0, 1, *self._layers[index]), dtype)
+        return _mark_call(name, output, arrays, {"layer": index, **options}), LayerKV(empty, empty)
+
+
+def _mark_call(name: str, outputs: Any, arrays: Any, options: dict[str, Any]) -> Any:
+    """Return traced results of an operation, whose call a trace shows with all its options.
+
+    Nothing implements the call, so the trace can be read but not run.
+    """
+    leaves, tree = jax.tree.flatten(outputs)
+    inputs, input_tree = jax.tree.flatten(arrays)
+    shapes = [jax.ShapeDtypeStruct(it.shape, it.dtype) for it in leaves]
+    call = jax.ffi.ffi_call(OP_PREFIX + name, shapes, vmap_method="broadcast_all")
+    results = call(*inputs, options=repr((sorted(options.items()), str(input_tree))))
+    return jax.tree.unflatten(tree, results)

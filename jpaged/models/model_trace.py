@@ -1,0 +1,99 @@
+"""Examine the traced functions of a user's model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.models.model_step import OP_PREFIX
+
+_CONTAINERS = """
+    call checkpoint closed_call cond custom_jvp_call custom_lin custom_vjp_call jit remat2 scan
+    while
+"""
+"""Primitives that only run other primitives."""
+
+_EXACT = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz convert_element_type copy cos cosh digamma div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul name ne neg nextafter not or population_count pow reduce_precision
+    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor
+    argmax argmin broadcast_in_dim concatenate cummax cummin device_put dynamic_slice
+    dynamic_update_slice gather iota optimization_barrier pad random_bits random_fold_in
+    random_seed random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_xor reshape rev scatter sharding_constraint slice sort split squeeze threefry2x32
+    top_k transpose
+"""
+"""Primitives that add no numbers of an array: they compute each number from one number of each
+argument, or move, choose or create numbers."""
+
+_REMEDIES = {"dot_general": "step.project, step.gated_project or step.project_vocabulary"}
+
+
+def check_batch_invariance(name: str, traced: Any) -> None:
+    """Check that a traced function leaves every sum of floating-point numbers to jpaged.
+
+    XLA may order such a sum by the number of rows, so that its bits depend on the batch.
+
+    Args:
+        name: Name of the function: "forward" or "logits".
+        traced: Trace of the function (`jax.core.ClosedJaxpr`), with `TracedStep` or `TracedOps`.
+
+    Raises:
+        ValueError: The function has another sum. The message names the primitive and its line.
+    """
+    exact = set(_EXACT.split())
+    for equation, callers in _equations(traced.jaxpr):
+        primitive = equation.primitive.name
+        if primitive in exact or not _has_floats(equation):
+            continue
+        target = equation.params.get("target_name", "")
+        if primitive == "ffi_call" and target.startswith(OP_PREFIX):
+            continue
+        remedy = _REMEDIES.get(primitive, "an operation of step, such as step.rms_norm")
+        line = _user_line(equation, *callers)
+        raise ValueError(
+            f"batch_invariant=True: {name} calls {primitive} {line}, whose bits may depend on the "
+            f"other tokens of a step: use {remedy}, or omit batch_invariant"
+        )
+
+
+def _equations(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield all equations of a jaxpr, each with the containers around it, the innermost first.
+
+    For a container, yield the equations inside.
+    """
+    containers = _CONTAINERS.split()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in containers:
+            yield equation, callers
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner, (equation, *callers))
+
+
+def _has_floats(equation: Any) -> bool:
+    """Return whether an equation has a result of floating-point or complex numbers."""
+    dtypes = [getattr(each.aval, "dtype", None) for each in equation.outvars]
+    return any(it is None or jnp.issubdtype(it, jnp.inexact) for it in dtypes)
+
+
+def _user_line(*equations: Any) -> str:
+    """Return the line of the user's code that called the first equation, as text.
+
+    JAX shares traces of inner functions. If only JAX's lines are known, the next equation counts.
+    """
+    libraries = Path(jax.__file__).parent, Path(__file__).parents[1]
+    for equation in equations:
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback is not None else ():
+            if not any(Path(frame.file_name).is_relative_to(it) for it in libraries):
+                return f"at {frame.file_name}:{frame.line_num}"
+    return "at an unknown line"

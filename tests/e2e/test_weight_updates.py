@@ -1,0 +1,64 @@
+"""An engine takes new weights from arrays on its devices, and computes later tokens with them."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from e2e_options import Engines, token_ids
+from random_models import random_model
+from safetensors.flax import load_file
+
+from jpaged import Engine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+PROMPTS = [[5, 9, 2, 7, 1, 8, 3, 6, 4] * 3, [7, 3]]
+OPTIONS = {"skip_tokenizer_init": True, "max_model_len": 64}
+
+Tensors = dict[str, jax.Array]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Save two checkpoints that differ only in their weights."""
+    made = []
+    for seed in (0, 1):
+        values = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        model = random_model("qwen3", seed=seed, std=0.3, vocab_size=96, **values)
+        made.append(tmp_path_factory.mktemp("live"))
+        model.save_pretrained(made[-1])
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def tensors(folders: tuple[Path, Path]) -> tuple[Tensors, Tensors]:
+    old, new = (load_file(it / "model.safetensors") for it in folders)
+    return old, new
+
+
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
+    return token_ids(engine.generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param({"quantization": "fp8"}, marks=pytest.mark.full),
+        pytest.param({"num_scheduler_steps": 1, "async_scheduling": False}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_updated_engine_answers_as_a_new_one(
+    new_engine: Engines, folders: tuple[Path, Path], tensors: tuple[Tensors, Tensors], options: dict
+):
+    engine = new_engine(folders[0], **OPTIONS, **options)
+    before, num_cached = answers(engine), engine.stats().num_cached_tokens
+    engine.update_weights(tensors[1], version=7)
+    assert engine.weights_version == 7
+    after = answers(engine)
+    assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
+    assert after == answers(new_engine(folders[1], **OPTIONS, **options)) != before
+    engine.update_weights(tensors[0])
+    assert (answers(engine), engine.weights_version) == (before, 8)
+    engine.check_integrity()

@@ -1,0 +1,29 @@
+"""Test the example that trains the embedded model while an engine samples."""
+
+import pytest
+
+from examples.grpo import reward_of, train
+
+pytestmark = pytest.mark.full
+
+
+def test_training_raises_the_reward_and_scoring_gives_the_bits_of_sampling():
+    results = list(train(num_steps=3, num_prompts=8, num_samples=8, seed=0))
+    assert results[-1].reward > results[0].reward + 0.1
+    assert [it.scoring_difference for it in results] == [0.0] * 3
+    assert all(0 < it.trainer_difference < 1e-3 for it in results)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("\n1, 2, 3, 4", 1.0),
+        ("1, 2, 4, 3", 0.5),
+        ("1, 2", 0.5),
+        ("1, 2, 3, 4, 5, 6, 7, 8", 0.5),
+        ("4", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_reward_is_the_share_before_the_first_wrong_number(text: str, reward: float):
+    assert reward_of(text, ["1", "2", "3", "4"]) == reward
