@@ -176,6 +176,24 @@ class FP8ExpertFormat(ExpertFormat):
         scale_path = path + "_weight_scale"
         return [WeightRule(source.weight_name, path, **layout, scale_path=scale_path)]
 
+    @classmethod
+    def state_rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, target: str
+    ) -> list[WeightRule]:
+        """Return the rules that quantize the parameters of an `UnquantizedExpertFormat`.
+
+        See `rules` for the arguments.
+        """
+        count, width, inner = _sizes(config, experts)
+        layouts = {
+            "gate_up": ((count, 2, inner, width), ((0,), (3,), (1,), (2,))),
+            "down": ((count, width, inner), ((0,), (2,), (1,))),
+        }
+        return [
+            WeightRule(path, path, *layout, scale_path=path + "_weight_scale")
+            for path, layout in ((f"{target}.{name}", it) for name, it in layouts.items())
+        ]
+
     @override
     def __call__(
         self, x: Float[Array, "T D"], routing: Routing, backend: Backend

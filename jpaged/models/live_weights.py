@@ -29,6 +29,8 @@ from jpaged.models.checkpoint import (
     WeightRules,
 )
 from jpaged.models.config import ModelConfig
+from jpaged.models.expert_formats import FP8ExpertFormat, expert_format
+from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.fp8 import FP8Format
 from jpaged.models.loader import (
     ModelPlan,
@@ -135,8 +137,15 @@ class ModelParameters:
     def _plan_writes(self, arrays: Mapping[str, jax.Array], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
         is_quantized = any(it.dtype == FILE_DTYPES["F8_E4M3"] for it in arrays.values())
-        if config.quantization is not None and not is_quantized:
-            config = replace(config, quantization=replace(config.quantization, format=FP8Format))
+        quantization = config.quantization
+        has_fp8_format = quantization is not None and quantization.format is not UnquantizedFormat
+        if quantization is not None and has_fp8_format and not is_quantized:
+            if quantization.format.outputs_per_scale > 1:
+                raise ValueError(
+                    "params has no FP8 weights, but the engine's weights have one scale per block: "
+                    "pass FP8 weights and their scales, as in the checkpoint"
+                )
+            config = replace(config, quantization=replace(quantization, format=FP8Format))
             # The static scales of the activations stay as they are.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         shapes = {name: it.shape for name, it in arrays.items()}
@@ -299,7 +308,8 @@ def _state_rules(
     """Return the rules that map the state of a model to the parameters of the engine.
 
     A parameter has its own name in the state. If the engine quantizes a projection, and the state
-    has no scales, the weight in the state is [*inputs, *outputs].
+    has no scales, the weight in the state is [*inputs, *outputs]. The weights of experts then have
+    the layout of an `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -320,6 +330,11 @@ def _state_rules(
         if shapes.get(path) == (*projection.input_shape, *projection.output_shape):
             sizes = projection.input_shape, projection.output_shape
             shapes[path] = math.prod(sizes[0]), math.prod(sizes[1])
+    for index, layer in enumerate(config.layers):
+        if layer.experts is not None and expert_format(config, index) is FP8ExpertFormat:
+            found = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
+            quantized |= {path for it in found for path in (it.target, it.scale_path) if path}
+            rules += found
     rules += [WeightRule(path, path) for path in specs if path not in quantized]
     return WeightRules(rules)
 

@@ -10,8 +10,9 @@ The public ops check their arguments and choose an implementation for the backen
                             xla.py on every backend
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
-    scaled_expert_*_gemm,   fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
-    block_scaled_*_gemm     width of 64, fp8_triton.py on other GPUs with FP8 support, else fp8.py
+    FP8 ops                 fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
+                            width a multiple of 64, fp8_triton.py on other GPUs with FP8 support,
+                            else fp8.py
 """
 
 from functools import partial

@@ -15,9 +15,15 @@ from harness import Harness, PagedSequence
 from jax.sharding import PartitionSpec
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError, read_config
+from jpaged.models.checkpoint import (
+    CheckpointError,
+    read_config,
+    read_rows,
+    read_tensor_infos,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import axis_sharding, make_mesh, wrap_in_shard_map
@@ -173,6 +179,25 @@ def test_two_devices_split_the_same_fp8_experts(tmp_path, kind, by_expert):
     rows = jax.device_put(x, axis_sharding(mesh, None))
     got = jax.jit(wrap_in_shard_map(run, mesh, (state, rows), {}, PartitionSpec()))(state, rows)
     assert difference(np.asarray(got), compute(whole, x)) < 3e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", made.CONFIGS)
+def test_new_fp8_weights_have_the_bits_of_loaded_ones(tmp_path, kind):
+    wide = made.write_checkpoint(tmp_path, kind)
+    plan = plan_model(tmp_path, read(tmp_path, kind), dtype=jnp.float32)
+    expected = jax.tree.leaves(nnx.state(plan.load()))
+    parameters = ModelParameters(plan, jax.local_devices()[:1])
+    tensors = {
+        it.name: jnp.asarray(read_rows(it, slice(None))) for it in read_tensor_infos(tmp_path)
+    }
+    written = parameters.prepare(tensors)(tuple(map(jnp.zeros_like, expected)))
+    for found, value in zip(written, expected, strict=True):
+        got, want = (np.asarray(it).astype(np.float32) for it in (found, value))
+        np.testing.assert_array_equal(got, want)
+    if kind == "block":
+        with pytest.raises(ValueError, match="params has no FP8 weights, but the engine's weights"):
+            parameters.prepare({name: jnp.asarray(it) for name, it in wide.items()})
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"

@@ -22,6 +22,7 @@ from jpaged.models.live_weights import ModelParameters
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from tests import fp8_experts as made
 
 Leaves = tuple[jax.Array, ...]
 
@@ -128,10 +129,24 @@ def split(mesh: Mesh, array: jax.Array) -> jax.Array:
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
-def test_weights_are_quantized_on_the_device(tmp_path: Path, count: int):
-    checkpoint = Checkpoint(tmp_path, "qwen2", count, "fp8", jnp.bfloat16)
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
+def test_weights_are_quantized_on_the_device(tmp_path: Path, case: str, count: int):
+    checkpoint = Checkpoint(tmp_path, case, count, "fp8", jnp.bfloat16)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
+
+
+@pytest.mark.full
+def test_weights_of_a_checkpoint_with_scales_of_the_cache_only_are_not_quantized(tmp_path: Path):
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    fields = made.FIELDS | {"quantization_config": quantization | {"kv_cache_scheme": cache}}
+    made.save(tmp_path, fields, made.write_checkpoint(tmp_path, "loaded"))
+    plan = plan_model(tmp_path, read_model_config(read_config(tmp_path)), dtype=jnp.float32)
+    expected, tensors = leaves_of(plan), load_file(tmp_path / "model.safetensors")
+    write = ModelParameters(plan, jax.local_devices()[:1]).prepare(tensors)
+    for found, value in zip(write(tuple(map(jnp.zeros_like, expected))), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
 
 
 def without(name: str) -> Callable[[dict[str, jax.Array]], dict[str, Any]]:
