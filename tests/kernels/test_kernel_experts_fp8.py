@@ -192,7 +192,7 @@ def test_fp8_arguments_of_experts_that_do_not_fit_are_refused(kind: str):
     experts.check_fp8_down_gemm(x, weight, x_scale, scale, routing, grouped=grouped)
     with pytest.raises(ValueError, match="weight_scale has shape"):
         experts.check_fp8_down_gemm(x, weight, x_scale, scale[:, 1:], routing, grouped=grouped)
-    with pytest.raises(ValueError, match="x has 5 rows; it must have 6, one per pair"):
+    with pytest.raises(ValueError, match="x has 5 rows; it must have one row per pair, 6"):
         experts.check_fp8_down_gemm(x[1:], weight, x_scale, scale, routing, grouped=grouped)
 
 

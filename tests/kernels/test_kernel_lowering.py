@@ -299,11 +299,9 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
 )
 def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, case):
     (device, width, inner, kernel), num_experts = case, 16
-    gated, down = (
-        (block_scaled_expert_gated_gemm, block_scaled_expert_down_gemm)
-        if grouped
-        else (scaled_expert_gated_gemm, scaled_expert_down_gemm)
-    )
+    gemms: Any = scaled_expert_gated_gemm, scaled_expert_down_gemm
+    if grouped:
+        gemms = block_scaled_expert_gated_gemm, block_scaled_expert_down_gemm
     row_scales = ((2,), (1,)) if grouped else ((), ())
     scales = ((2, 2), (2, 1)) if grouped else ((2 * inner,), (width,))
     arguments = (
@@ -320,9 +318,10 @@ def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, c
     def run(logits, x, weights, row_scales, scales):
         options: dict[str, Any] = {"backend": Backend.TRITON, "dtype": BF16}
         routing = route(logits, 4, backend=Backend.TRITON)
+        arguments = zip(x, weights, row_scales, scales, strict=True)
         return [
             gemm(*matrices, routing, **options)
-            for gemm, *matrices in zip((gated, down), x, weights, row_scales, scales, strict=True)
+            for gemm, matrices in zip(gemms, arguments, strict=True)
         ]
 
     text = lower(run, *arguments, device=device)
