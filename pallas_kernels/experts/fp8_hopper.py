@@ -15,8 +15,8 @@ group are added in float32 outside the tensor core, as in the few-rows kernel of
 `gemm/fp8_hopper.py`. Tiles of 128 rows without scales of groups are the exception: the tensor core
 adds their products, as in the many-rows kernel, because products and sums do not fit in registers.
 
-A tile begins at any row, but loads of two scales need an even address. `tile_scales`, a Triton
-kernel, therefore copies the scales of each tile's rows to a multiple of `tile_rows` first.
+A tile begins at any row, and a gated tile has rows of any tokens. So each thread loads the scales
+of its rows one by one.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.experts import fp8_triton, triton
+from pallas_kernels.experts import triton
 from pallas_kernels.experts.hopper import (
     expert_tiles,
     gather_rows,
@@ -50,6 +50,7 @@ from pallas_kernels.gemm.fp8_hopper import (
 )
 from pallas_kernels.gemm.hopper import accumulate_steps, check_whole_tiles
 
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # of an array with an element for each row of a tile
 _MAX_PROMOTED_ROWS = 64  # of a tile; more products do not fit in registers next to the sums
 
 
@@ -90,21 +91,13 @@ def _expert_gemm(
         dtype: Dtype of the product.
         config: Launch parameters.
     """
-    (num_experts, num_outputs, depth), is_gated = weight.shape, order is not None
+    (_, num_outputs, depth), is_gated = weight.shape, order is not None
     num_consumers, num_blocks, tile_rows = config.num_consumers, config.num_blocks, config.tile_rows
     block_outputs, width = num_consumers * CONSUMER_OUTPUTS, num_outputs // (1 + is_gated)
     tile_outputs = block_outputs * (1 if is_gated else num_blocks)
     tile = 8, GROUP_DEPTH, tile_outputs
     check_whole_tiles((tile_rows, depth, width), tile, config.num_stages, True)
     num_rows = x.shape[0] if order is None else order.shape[0]
-    scales = fp8_triton.tile_scales(
-        x_scale,
-        tiles,
-        order,
-        num_choices=num_choices,
-        num_tiles=triton.max_tiles(num_rows, num_experts, tile_rows),
-        tile_rows=tile_rows,
-    )
     num_padded_rows = max(tile_rows, num_rows)  # a copy may not be larger than its source
     if order is None and num_rows < tile_rows:
         x = jnp.pad(x, ((0, tile_rows - num_rows), (0, 0)))
@@ -138,7 +131,7 @@ def _expert_gemm(
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="fp8_expert_gated_gemm_hopper" if is_gated else "fp8_expert_gemm_hopper",
     )
-    arguments = x, weight.reshape(-1, depth), scales, weight_scale.reshape(-1), tiles
+    arguments = x, weight.reshape(-1, depth), x_scale.T, weight_scale.reshape(-1), tiles
     return call(*arguments, *(() if order is None else (order,)))[:num_rows]
 
 
@@ -179,12 +172,11 @@ def _kernel(
     moves_registers = num_consumers > 1
 
     def item_fields(round_index):
-        """Return the tile, expert, first row, number of rows, and first output of an item."""
+        """Return the expert, first row, number of rows, and first output of a round's item."""
         item = round_index * num_programs + program
-        tile = lax.div(item, jnp.int32(num_columns))
-        first = HEADER_SIZE + tile * TILE_FIELDS
+        first = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
         column = lax.rem(item, jnp.int32(num_columns)) * tile_outputs
-        return tile, *(tiles_ref[first + field] for field in range(3)), column
+        return *(tiles_ref[first + field] for field in range(3)), column
 
     def stage_index(round_index, step):
         return lax.rem(round_index * num_steps + step, jnp.int32(num_stages))
@@ -195,7 +187,7 @@ def _kernel(
             plgpu.set_max_registers(56, action="decrease")
 
         def load_item(round_index, _):
-            _, expert, row, count, column = item_fields(round_index)
+            expert, row, count, column = item_fields(round_index)
 
             def load(step, _):
                 stage, total_steps = stage_index(round_index, step), round_index * num_steps + step
@@ -255,15 +247,15 @@ def _kernel(
             plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
             return results
 
-        def compute_sums(round_index, tile, expert, column):
+        def compute_sums(round_index, expert, row, count, column):
             """Return the scaled sums of each block."""
             own_stage = functools.partial(stage_index, round_index)
             arguments = num_steps, 1, own_stage, operands, full, empty, shape
             firsts = [(factor, column + offset + own_first) for factor, offset in blocks]
-            rows = pl.ds(tile * tile_rows, tile_rows)
+            x_rows = _rows_of_x(order_refs, row, count, tile_rows, num_choices)
 
             def group_scales(step, _):
-                row_scales = load_scales(x_scale_ref.at[step, rows], 1)
+                row_scales = _gather_scales(x_scale_ref, x_rows, step)
                 blocks_per_factor = pl.cdiv(width, GROUP_DEPTH)
                 scales = []
                 for factor, first in firsts:
@@ -281,7 +273,7 @@ def _kernel(
                     functools.partial(add_all, own_stage),
                     *[plgpu.ACC(shape, jnp.float32)] * num_blocks,
                 )
-            row_scales = load_scales(x_scale_ref.at[rows], 1)
+            row_scales = _gather_scales(x_scale_ref, x_rows, jnp.int32(0))
             output_scales = [
                 load_scales(
                     weight_scale_ref.at[
@@ -297,8 +289,8 @@ def _kernel(
             ]
 
         def compute_item(round_index, _):
-            tile, expert, row, count, column = item_fields(round_index)
-            results = compute_sums(round_index, tile, expert, column)
+            expert, row, count, column = item_fields(round_index)
+            results = compute_sums(round_index, expert, row, count, column)
             results = [apply_activation(results)] if gated else results
             for result, (_, offset) in zip(results, blocks, strict=False):
                 result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -309,3 +301,45 @@ def _kernel(
 
         lax.fori_loop(0, num_rounds, compute_item, None)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _rows_of_x(order_refs, row, count, tile_rows, num_choices):
+    """Return the row of x of each row of a tile; 0 past the last row of the tile.
+
+    Args:
+        order_refs: A list with the reference of the pair index of each sorted row; empty if x has
+            sorted rows.
+        row, count: First sorted row and number of rows of the tile.
+        tile_rows: Maximum number of rows of a tile.
+        num_choices: Number of pairs per token.
+    """
+    index = plgpu.broadcasted_iota(jnp.int32, (tile_rows,), 0, layout=_ROW_LAYOUT)
+    if not order_refs:
+        return jnp.where(index < count, row + index, 0)
+
+    def body(index, order, row, count):
+        [[pair]] = ops.load([ops.WordLoad(ops.offset(order, row + index, 4), 1, index < count)])
+        return pair // num_choices
+
+    types = plgpu.RefType(), ops.SCALAR_LAYOUT, ops.SCALAR_LAYOUT
+    options = {"arg_types": types, "layout": _ROW_LAYOUT, "dtype": jnp.int32}
+    return ops.map_elements(body, index, order_refs[0], row, count, **options)
+
+
+def _gather_scales(x_scale_ref, x_rows, group):
+    """Return the scales of rows of x in the layout of the second axis of the sums.
+
+    Args:
+        x_scale_ref: Scales of rows, or of groups and rows.
+        x_rows: Rows of x.
+        group: Index of the group; 0 if rows have one scale.
+    """
+    num_rows = x_scale_ref.shape[-1]
+
+    def body(x_row, scales, group):
+        address = ops.offset(scales, group * num_rows + x_row, 4)
+        return ops.load_float(address)
+
+    types = plgpu.RefType(), ops.SCALAR_LAYOUT
+    options = {"arg_types": types, "layout": _ROW_LAYOUT, "dtype": jnp.float32}
+    return ops.map_elements(body, x_rows, x_scale_ref, group, **options)

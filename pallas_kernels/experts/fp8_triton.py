@@ -188,62 +188,6 @@ def _kernel(
         plgpu.store(target, result.astype(out_ref.dtype), mask=is_row[:, None] & is_column[None, :])
 
 
-@functools.partial(jax.jit, static_argnames=("num_choices", "num_tiles", "tile_rows", "interpret"))
-def tile_scales(
-    x_scale,
-    tiles,
-    order=None,
-    *,
-    num_choices,
-    num_tiles: int,
-    tile_rows: int,
-    interpret: bool = False,
-):
-    """Return the scales of the rows of each tile, [num_tiles * tile_rows] or with groups first.
-
-    Args:
-        x_scale: Scales of the rows of x, [T], or [T, groups]. Without `order`, x has a row for each
-            pair.
-        tiles: Result of `triton.expert_tiles`.
-        order: Pair index of each sorted row.
-        num_choices: Number of pairs per token; None without `order`.
-        num_tiles: Maximum number of tiles.
-        tile_rows: Maximum number of rows per tile, a power of two.
-        interpret: Whether to run the kernel in interpret mode.
-
-    Returns:
-        The scales. A tile's scales begin at a multiple of `tile_rows`. Scales past the last row of
-        a tile are 0, and those past the last tile are undefined.
-    """
-    shape = (*x_scale.shape[1:], num_tiles * tile_rows)
-    return pl.pallas_call(
-        functools.partial(_tile_scales_kernel, num_choices=num_choices, tile_rows=tile_rows),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(num_tiles,),
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-        name="tile_scales",
-    )(x_scale.T, tiles, *(() if order is None else (order,)))
-
-
-def _tile_scales_kernel(x_scale_ref, tiles_ref, *refs, num_choices, tile_rows):
-    *order_refs, out_ref = refs
-    tile = pl.program_id(0)
-
-    @pl.when(tile < tiles_ref[0])
-    def _copy():
-        first = HEADER_SIZE + tile * TILE_FIELDS
-        member = jnp.arange(tile_rows, dtype=jnp.int32)
-        is_row, rows = member < tiles_ref[first + 2], tiles_ref[first + 1] + member
-        x_rows = _rows_of_x(order_refs, rows, is_row, num_choices)
-        slots = tile * tile_rows + member
-        groups = [()] if len(out_ref.shape) == 1 else [(g,) for g in range(out_ref.shape[0])]
-        for group in groups:
-            index = [jnp.full_like(member, g) for g in group]
-            scales = plgpu.load(x_scale_ref.at[*index, x_rows], mask=is_row, other=0)
-            plgpu.store(out_ref.at[*index, slots], scales)
-
-
 def _rows_of_x(order_refs, rows, is_row, num_choices):
     """Return the row of x of each sorted row; without an order in `order_refs`, the same row."""
     if not order_refs:

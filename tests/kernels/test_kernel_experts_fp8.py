@@ -20,7 +20,6 @@ from pallas_kernels import (
     scaled_expert_down_gemm,
     scaled_expert_gated_gemm,
 )
-from pallas_kernels.experts import fp8_triton, triton
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 4, 2
@@ -208,29 +207,3 @@ def test_no_tokens_give_no_rows_of_fp8_experts(kind: str):
         x, x_scale, _ = make_rows(kind, 0, depth)
         weight, scale, _ = make_weights(kind, parts, size, depth)
         assert op(x, weight, x_scale, scale, routing, **options).shape == shape
-
-
-@pytest.mark.parametrize("grouped", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_scales_of_each_tile_begin_at_a_multiple_of_its_size(grouped: bool):
-    counts, tile_rows, num_choices = [3, 0, 13, 8], 8, 2
-    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
-    num_rows = 26  # the last two rows hit no expert
-    order = np.random.default_rng(3).permutation(num_rows).astype(np.int32)
-    groups = (3,) if grouped else ()
-    scale = np.random.default_rng(4).random((num_rows, *groups), np.float32)
-    options: dict[str, Any] = {"tile_rows": tile_rows, "interpret": True}
-    tiles = triton.expert_tiles(offsets, num_rows=num_rows, **options)
-    options["num_tiles"] = triton.max_tiles(num_rows, len(counts), tile_rows)
-    by_row = fp8_triton.tile_scales(scale, tiles, num_choices=None, **options)
-    tokens = scale[: num_rows // num_choices]
-    by_token = fp8_triton.tile_scales(tokens, tiles, order, num_choices=num_choices, **options)
-    firsts = [(0, 3), (3, 8), (11, 5), (16, 8)]
-    for tile, (first, count) in enumerate(firsts):
-        for got, rows in (
-            (by_row, scale[first : first + count]),
-            (by_token, tokens[order[first : first + count] // num_choices]),
-        ):
-            want = np.zeros((tile_rows, *groups), np.float32)
-            want[:count] = rows
-            found = got[..., tile * tile_rows : (tile + 1) * tile_rows]
-            np.testing.assert_array_equal(found.T, want)
