@@ -252,9 +252,11 @@ def _kernel(
             own_stage = functools.partial(stage_index, round_index)
             arguments = num_steps, 1, own_stage, operands, full, empty, shape
             firsts = [(factor, column + offset + own_first) for factor, offset in blocks]
-            x_rows = _rows_of_x(order_refs, row, count, tile_rows, num_choices)
+            rows_of_x = functools.partial(
+                _rows_of_x, order_refs, row, count, tile_rows, num_choices
+            )
 
-            def group_scales(step, _):
+            def group_scales(x_rows, step, _):
                 row_scales = _gather_scales(x_scale_ref, x_rows, step)
                 blocks_per_factor = pl.cdiv(width, GROUP_DEPTH)
                 scales = []
@@ -265,7 +267,7 @@ def _kernel(
                 yield scales
 
             if is_grouped:
-                return accumulate_promoted(*arguments, group_scales)
+                return accumulate_promoted(*arguments, functools.partial(group_scales, rows_of_x()))
             if tile_rows <= _MAX_PROMOTED_ROWS:
                 sums = accumulate_promoted(*arguments, None)
             else:
@@ -273,7 +275,8 @@ def _kernel(
                     functools.partial(add_all, own_stage),
                     *[plgpu.ACC(shape, jnp.float32)] * num_blocks,
                 )
-            row_scales = _gather_scales(x_scale_ref, x_rows, jnp.int32(0))
+            # The row indices of a large tile would not fit in registers next to the accumulators.
+            row_scales = _gather_scales(x_scale_ref, rows_of_x(), jnp.int32(0))
             output_scales = [
                 load_scales(
                     weight_scale_ref.at[
