@@ -4,6 +4,7 @@ All programs are compiled before the engine serves requests. A launch calls a co
 so a launch with an unexpected shape raises an error instead of compiling a new program.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from threading import Event, local
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax import export
 
 from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.recipes import Recipe
@@ -219,9 +221,35 @@ def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
         return recipe.lower()
     exported = store.load(recipe.key)
     if exported is None:
-        exported = recipe.exported()
+        exported = _export(recipe)
+        if exported is None:
+            return recipe.lower()
         store.save(recipe.key, exported)
     return recipe.lower(exported)
+
+
+def store_program(recipe: Recipe, store: ProgramStore) -> bool:
+    """Store a program unless it is stored already, and return whether the store has it."""
+    if not store.has(recipe.key) and (exported := _export(recipe)) is not None:
+        store.save(recipe.key, exported)
+    return store.has(recipe.key)
+
+
+def _export(recipe: Recipe) -> export.Exported | None:
+    """Return the exported program; None if JAX cannot export a user's functions.
+
+    JAX refuses, for example, callbacks to Python and kernels of other libraries.
+    """
+    try:
+        return recipe.exported()
+    except Exception as error:
+        if recipe.digest is None:
+            raise
+        name = f"{recipe.name[0]} program"
+        warnings.warn(
+            f"the {name} is not stored, and is traced at each start: {error}", stacklevel=2
+        )
+        return None
 
 
 def _workspace_bytes(compiled: Any) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder, ThreadSettings
 from jpaged.compile.gemm_autotuning import install_gemm_record, make_compiler
+from jpaged.compile.lowered_workers import LoweredPool
 from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.compile.sizing import Sizing, SizingResult
 from jpaged.compile.store import open_program_store, prepare_jax, with_usable_cache
-from jpaged.compile.workers import CompilePool, make_compile_jobs
+from jpaged.compile.workers import (
+    CompilePool,
+    EngineSettings,
+    choose_num_workers,
+    has_writable_cache,
+    make_compile_jobs,
+)
 from jpaged.config import EngineConfig
 from jpaged.errors import format_count
 from jpaged.models.jax_model import JaxModelPlan
 from jpaged.models.loader import ModelPlan
+from jpaged.processes import can_start_python
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend
 
@@ -58,6 +67,8 @@ class Compilation:
         device, model = devices[0], plan.config
         backend = select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.abstract_model), SharedCalls(backend)
+        if isinstance(plan, JaxModelPlan):
+            self._split = replace(self._split, digests=plan.digests())
         self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._report, self._num_reported = report, 0
         shard_config = model.shard(len(devices))
@@ -67,8 +78,15 @@ class Compilation:
         has_gemm_record = is_autotuned(device, self._split, self._sizing)
         compiler = make_compiler(plan.abstract_model, backend, has_gemm_record=has_gemm_record)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._report_progress, compiler)
+        self._workers: CompilePool | LoweredPool
+        if isinstance(plan, JaxModelPlan):
+            count = choose_num_workers(config, device, has_gemm_record=has_gemm_record)
+            count = count if has_writable_cache() and can_start_python() else 0
+            self._workers = LoweredPool(count, store, EngineSettings.read(), report)
+            self._stack = ExitStack()
+            return
         jobs = []
-        if isinstance(plan, ModelPlan) and folder is not None:  # workers can read only a checkpoint
+        if folder is not None:  # workers can read only a checkpoint
             model_options = {
                 "tie_word_embeddings": plan.config.tie_word_embeddings,
                 "kv_cache_dtype": plan.config.kv_cache_dtype,

@@ -75,6 +75,8 @@ class Recipe:
             these options.
         logprobs_mode: Kind of values in the scores of sampled tokens, such as log-probabilities or
             logits; None if the program returns no such scores.
+        digest: Function that returns a digest of the user's functions that the program calls; None
+            if the program has only code of jpaged.
     """
 
     name: ProgramName
@@ -87,6 +89,7 @@ class Recipe:
     needs_pool: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: LogprobsMode | None = None
+    digest: Callable[[], str] | None = None
 
     def on_mesh(self, mesh: Mesh | None, results: Any = REPLICATED) -> "Recipe":
         """Return a recipe that runs on all devices of a mesh, with `SYNCHRONOUS_COLLECTIVES`.
@@ -167,7 +170,8 @@ class Recipe:
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
         options = sorted(self.options.items())
-        return repr((self.name, str(tree), shapes, options, self.logprobs_mode))
+        digest = () if self.digest is None else (self.digest(),)
+        return repr((self.name, str(tree), shapes, options, self.logprobs_mode, *digest))
 
 
 class SharedCalls:
@@ -277,9 +281,12 @@ class Recipes:
             packed = step.make_packer(config, self._sampling_table, key)((), ())
             keywords["packed"] = int32_shape(*packed.shape)
         bound = {name: it for name, it in (self._options | sizes).items() if name in step.arguments}
-        function, arguments = partial(step.function, **bound), ()
+        function, arguments, digest = partial(step.function, **bound), (), None
         if "model" in step.arguments:
             function, arguments = self._split.bind(step.function, **bound), (self._leaves,)
+            if self._split.digests is not None:
+                counts = sizes.get("num_tokens"), step.logits_row_counts(sizes)
+                digest = partial(self._split.digests.digest, *counts)
         recipe = Recipe(
             name,
             function,
@@ -293,6 +300,7 @@ class Recipes:
             logprobs_mode=config.logprobs_mode
             if SamplerLevel.LOGPROBS in sizes.get("level", SamplerLevel.GREEDY)
             else None,
+            digest=digest,
         )
         if self._split.mesh is None:
             return recipe

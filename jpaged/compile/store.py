@@ -2,7 +2,8 @@
 
 A lowered program is stored in the format of `jax.export`. The file name is a digest of everything
 that the program depends on: the code of the steps, the shapes, the model, the settings and versions
-of JAX, and the device (docs/decisions/0008). If a file cannot be read, its program is traced again.
+of JAX, and the device (docs/decisions/0008). For a user's model, the lowered text of its functions
+takes the place of their code. If a file cannot be read, its program is traced again.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from flax import nnx
 from jax import export
 
 from jpaged.config import DEFAULT_COMPILATION_CACHE, EngineConfig
-from jpaged.models.decoder import Decoder
+from jpaged.models.jax_model import StepModel
 from jpaged.models.sizes import ModelSizes
 from pallas_kernels import select_backend
 
@@ -69,7 +70,7 @@ class ProgramStore:
 
     def has(self, key: str) -> bool:
         """Return whether the store has a file for `key`, even a damaged one."""
-        return self._path(key).is_file()
+        return self.path(key).is_file()
 
     def load(self, key: str) -> export.Exported | None:
         """Return the program stored under `key`; None if the file is missing or damaged."""
@@ -116,22 +117,27 @@ class ProgramStore:
                 file.unlink(missing_ok=True)
                 excess -= stat.st_size
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """Return the path of the file for `key`, which may not exist."""
         return self._folder / _digest(self._common_digest, key).hex()
 
     def _read(self, key: str) -> bytes | None:
-        path = self._path(key)
-        try:
-            content = path.read_bytes()
-        except OSError:
-            return None
-        with suppress(OSError):  # the folder may be read-only
-            os.utime(path)
-        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        return payload if _digest(payload) == digest else None
+        return read_payload(self.path(key))
 
     def _write(self, key: str, payload: bytes) -> None:
-        write_atomically(self._path(key), _digest(payload) + payload)
+        write_atomically(self.path(key), _digest(payload) + payload)
+
+
+def read_payload(path: Path) -> bytes | None:
+    """Return the content of a store's file without its digest; None if missing or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    with suppress(OSError):  # the folder may be read-only
+        os.utime(path)
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return payload if _digest(payload) == digest else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -333,8 +339,8 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    Only programs of models in the package `jpaged` are stored, because the digest covers only the
-    code of this package.
+    The store's digest covers the code of jpaged's models. The key of a recipe covers the functions
+    of a `JaxDecoder` (`Recipe.digest`). Programs of other models are not stored.
 
     Args:
         cache: The engine's `compilation_cache_dir`.
@@ -345,7 +351,7 @@ def open_program_store(
     Returns:
         The store; None without a cache, or for a model with code outside `jpaged`.
     """
-    is_known = isinstance(model, Decoder) and type(model).__module__.startswith("jpaged.")
+    is_known = isinstance(model, StepModel) and type(model).__module__.startswith("jpaged.")
     if cache is None or not is_known:
         return None
     folder = Path(os.path.expanduser(cache)) / "programs"

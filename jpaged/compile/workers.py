@@ -49,7 +49,7 @@ from jpaged.runtime.steps import PROGRAMS
 
 T = TypeVar("T")
 
-_NICENESS = 5
+NICENESS = 5
 """Niceness of workers. The engine's process gets CPU time first, because it loads the model and
 sizes the pool at the same time."""
 
@@ -152,7 +152,9 @@ def run_compile_job(
         ValueError: The worker has different code, settings or devices than the engine's process, so
             the engine could not use the worker's programs.
     """
-    _apply_engine_settings(job)
+    apply_settings(job)
+    for module in job.modules:
+        import_module(module)
     device = jax.local_devices()[0]
     model_config = read_model_config(read_config(Path(job.folder)), job.quantization)
     options = {
@@ -196,19 +198,35 @@ def run_compile_job(
             yield name
 
 
-def _apply_engine_settings(job: CompileJob) -> None:
-    """Apply the JAX settings of the engine's process, and import the modules of the job."""
-    for name, value in job.jax_settings.items():
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of JAX in the engine's process, for a worker. JSON can represent every field.
+
+    Attributes:
+        jax_settings: See `CompileJob`.
+        client_options: See `CompileJob`.
+    """
+
+    jax_settings: dict[str, Any]
+    client_options: dict[str, Any]
+
+    @staticmethod
+    def read() -> "EngineSettings":
+        """Return the settings of the current thread."""
+        return EngineSettings(_json_settings(), _client_options())
+
+
+def apply_settings(settings: EngineSettings | CompileJob) -> None:
+    """Apply the settings of JAX that the engine's process has."""
+    for name, value in settings.jax_settings.items():
         if jax.config.values.get(name) != value:
             jax.config.update(name, value)
     jax.config.update(
         "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # Cache programs even if they compile fast.
-    # Reserve no device memory: the engine's process has already reserved its fraction.
-    client_options = job.client_options | {"preallocate": False}
+    )  # cache also programs that compile fast
+    # The engine's process has reserved its fraction of the device memory already.
+    client_options = settings.client_options | {"preallocate": False}
     jax.config.update("jax_pjrt_client_create_options", client_options)
-    for module in job.modules:
-        import_module(module)
 
 
 def main(sock: socket.socket) -> None:
@@ -221,7 +239,7 @@ def main(sock: socket.socket) -> None:
         sock: Channel to the parent.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore SIGTERM
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     gc.disable()  # a trace has millions of objects, so collections are slow
     exit_with_parent(sock)
     code = 0
@@ -306,7 +324,7 @@ def make_compile_jobs(
         kv_cache_dtype: See `CompileJob`.
     """
     num_workers = choose_num_workers(config, device, has_gemm_record=has_gemm_record)
-    if not num_workers or store is None or not _has_writable_cache() or not can_start_python():
+    if not num_workers or store is None or not has_writable_cache() or not can_start_python():
         return []
     template = CompileJob(
         cache_dir=str(config.compilation_cache_dir),
@@ -483,7 +501,7 @@ def _num_available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _has_writable_cache() -> bool:
+def has_writable_cache() -> bool:
     """Return whether JAX's compilation cache is enabled and its folder is writable."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or not jax.config.values["jax_enable_compilation_cache"]:

@@ -1,5 +1,6 @@
 """The `Engine` class: the public Python API for generating text with one model."""
 
+import shutil
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,12 @@ from jpaged.engine.preprocessing import (
     pair_priorities,
 )
 from jpaged.engine.request_state import RequestState
-from jpaged.engine.startup import EngineParts, build_jax_model_parts, build_parts
+from jpaged.engine.startup import (
+    EngineParts,
+    build_jax_model_parts,
+    build_parts,
+    resolve_tokenizer,
+)
 from jpaged.engine.step_recorder import StepRecorder
 from jpaged.errors import format_count
 from jpaged.models.jax_model import JaxModel
@@ -62,7 +68,8 @@ class Engine:
         model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
         params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device. The
             engine uses the arrays without a copy: do not donate them.
-        tokenizer: Folder of the tokenizer of a `JaxModel`; None for token ids only.
+        tokenizer: Tokenizer of a `JaxModel`: a folder, or a tokenizer of transformers. None for
+            token ids only.
         **options: Other fields of `EngineConfig`, by name.
 
     Raises:
@@ -75,12 +82,15 @@ class Engine:
         model: str | Path | JaxModel | None = None,
         *,
         params: Any = None,
-        tokenizer: str | Path | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ):
         if isinstance(model, JaxModel):
             config = EngineConfig.from_options(None, options)
-            self._assemble(config, build_jax_model_parts(config, model, params, tokenizer))
+            folder, is_temporary = resolve_tokenizer(tokenizer)
+            if folder is not None and is_temporary:
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._assemble(config, build_jax_model_parts(config, model, params, folder))
             return
         for name, value in (("params", params), ("tokenizer", tokenizer)):
             if value is not None:
@@ -108,6 +118,7 @@ class Engine:
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
         self.folder = parts.folder
+        self.tokenizer_folder = parts.tokenizer_folder
         self.memory_account = parts.memory_account
         self._runner = parts.runner
         self._parameters = parts.parameters

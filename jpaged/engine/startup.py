@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: ModelRunner
     parameters: ModelParameters | JaxParameters  # checks and writes new weights
+    tokenizer_folder: Path | None = None  # None for token ids only
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def build_jax_model_parts(
-    config: EngineConfig, model: JaxModel, params: Any, tokenizer: str | Path | None
+    config: EngineConfig, model: JaxModel, params: Any, tokenizer: Path | None
 ) -> EngineParts:
     """Build all parts of an engine for a user's model.
 
@@ -158,21 +160,12 @@ def build_jax_model_parts(
         config: Options of the engine.
         model: The model.
         params: Parameters of the model, a pytree of arrays on the first local device.
-        tokenizer: Folder of a tokenizer; None for token ids only.
+        tokenizer: Folder of a tokenizer; None for token ids only (see `resolve_tokenizer`).
 
     Raises:
         TypeError, ValueError: The model, a parameter or an option is invalid.
     """
     check_jax_model_options(config)
-    if not isinstance(tokenizer, (str, Path, type(None))):
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}: pass the folder that "
-            "tokenizer.save_pretrained(folder) has written, or None"
-        )
-    if tokenizer is not None and not Path(tokenizer).is_dir():
-        raise ValueError(
-            f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
-        )
     device = jax.local_devices()[0]
     invariant = config.batch_invariant
     if invariant and config.kv_cache_dtype != "auto":
@@ -184,18 +177,45 @@ def build_jax_model_parts(
         _choose_kv_cache_dtype(requested, plan.config, kv_dtype, device)
     )
     return _assemble_parts(
-        # Compile in this process and store nothing: another process cannot trace the user's
-        # functions, and the program store cannot tell whether their code has changed.
-        replace(config, compilation_cache_dir=None),
+        with_usable_cache(config),
         PlannedModel(
             plan,
             plan.dtype,
             [device],
-            tokenizer_folder=None if tokenizer is None else Path(tokenizer),
+            tokenizer_folder=tokenizer,
             description="params" if tokenizer is None else "the tokenizer",
         ),
         ProgressLog(config.verbose),
     )
+
+
+def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
+    """Return the folder of a user's tokenizer, and whether the caller must delete the folder.
+
+    A tokenizer of transformers is saved in a new folder, because other processes read it too.
+
+    Args:
+        tokenizer: Folder, tokenizer of transformers, or None.
+
+    Raises:
+        TypeError, ValueError: The argument is something else, or the folder does not exist.
+    """
+    if tokenizer is None:
+        return None, False
+    if callable(getattr(tokenizer, "save_pretrained", None)):
+        folder = Path(tempfile.mkdtemp(prefix="jpaged-tokenizer-"))
+        tokenizer.save_pretrained(str(folder))
+        return folder, True
+    if not isinstance(tokenizer, (str, Path)):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a tokenizer of transformers, the "
+            "folder that tokenizer.save_pretrained(folder) has written, or None"
+        )
+    if not Path(tokenizer).is_dir():
+        raise ValueError(
+            f"tokenizer={str(tokenizer)!r} is not a folder: pass the tokenizer's folder"
+        )
+    return Path(tokenizer), False
 
 
 _JAX_MODEL_REMEDIES = {
@@ -206,7 +226,6 @@ _JAX_MODEL_REMEDIES = {
     "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
-    "num_compile_workers": "omit it, because another process cannot trace the model",
 }
 """Options that must keep their default values with a `JaxModel`. The text says what to do
 instead."""
@@ -223,11 +242,6 @@ def check_jax_model_options(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value != defaults[name] and value:  # num_compile_workers=0 is allowed
             raise ValueError(f"{name}={value!r} does not apply to a JaxModel: {remedy}")
-    if config.compilation_cache_dir not in (defaults["compilation_cache_dir"], None):
-        raise ValueError(
-            f"compilation_cache_dir={str(config.compilation_cache_dir)!r} does not apply to a "
-            "JaxModel: set JAX's own cache, jax.config.update('jax_compilation_cache_dir', folder)"
-        )
     if config.num_blocks is None and config.kv_cache_memory_bytes is None:
         raise ValueError(
             "a JaxModel needs the size of the pool, because the engine shares the device with "
@@ -279,6 +293,7 @@ def _assemble_parts(config: EngineConfig, model: PlannedModel, log: ProgressLog)
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     return EngineParts(
         folder=model.folder,
+        tokenizer_folder=model.tokenizer_folder,
         preprocessor=Preprocessor(
             tokenizer,
             vocab_size=runtime.vocab_size,

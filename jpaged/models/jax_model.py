@@ -28,7 +28,7 @@ from jpaged.models.model_step import (
     TracedOps,
     TracedStep,
 )
-from jpaged.models.model_trace import check_batch_invariance
+from jpaged.models.model_trace import ModelDigests, check_batch_invariance
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, select_backend
 
@@ -234,6 +234,12 @@ class JaxModelPlan:
         return replace(
             self, config=sizes, abstract_model=JaxDecoder(found.model, sizes, found.params)
         )
+
+    def digests(self) -> ModelDigests:
+        """Return the digests of the model's functions, without a reference to the parameters."""
+        found = self.abstract_model
+        shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), found.params)
+        return ModelDigests(found.model, self.config, shapes, self.dtype)
 
     @property
     def parameters(self) -> "JaxParameters":

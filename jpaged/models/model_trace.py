@@ -1,13 +1,20 @@
 """Examine the traced functions of a user's model."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.models.model_step import OP_PREFIX
+from jpaged.models.model_step import OP_PREFIX, TracedOps, TracedStep
+from jpaged.models.sizes import JaxModelSizes
+from pallas_kernels import Backend
+
+if TYPE_CHECKING:
+    from jpaged.models.jax_model import JaxModel
 
 _CONTAINERS = """
     call checkpoint closed_call cond custom_jvp_call custom_lin custom_vjp_call jit remat2 scan
@@ -97,3 +104,67 @@ def _user_line(*equations: Any) -> str:
             if not any(Path(frame.file_name).is_relative_to(it) for it in libraries):
                 return f"at {frame.file_name}:{frame.line_num}"
     return "at an unknown line"
+
+
+class ModelDigests:
+    """Digests of a user's functions, which say whether a stored program is still theirs.
+
+    A digest covers the lowered text of the functions, with the constants in it, for the numbers of
+    rows of one program. Python code may compute differently for other numbers of rows. Calls of
+    jpaged's operations are not lowered to kernels, so a digest costs much less than the program.
+
+    Args:
+        model: The model.
+        sizes: Sizes of the model and of its pool.
+        params: Shapes and dtypes of the parameters. No argument refers to the arrays themselves.
+        dtype: Dtype of the hidden states.
+    """
+
+    def __init__(
+        self,
+        model: "JaxModel",
+        sizes: JaxModelSizes,
+        params: Any,
+        dtype: jnp.dtype,
+    ):
+        self._model, self._sizes, self._params, self._dtype = model, sizes, params, dtype
+        # The calls in the text do not depend on the backend, and XLA's operations trace fastest.
+        self._mode = {"backend": Backend.XLA, "batch_invariant": sizes.batch_invariant}
+        self._forward, self._logits = cache(self._digest_forward), cache(self._digest_logits)
+
+    def digest(self, num_tokens: int | None, logits_rows: Iterable[int]) -> str:
+        """Return the digest of the functions in one program.
+
+        Args:
+            num_tokens: Number of tokens of `forward`; None if the program does not call it.
+            logits_rows: Every number of rows with which the program calls `logits`.
+        """
+        texts = [] if num_tokens is None else [self._forward(num_tokens)]
+        return _digest(*texts, *map(self._logits, sorted(logits_rows)))
+
+    def _digest_forward(self, num_tokens: int) -> str:
+        def forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
+            step = TracedStep(self._model.layers, num_tokens, **self._mode)
+            return self._model.forward(params, tokens, positions, step)
+
+        tokens = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+        return _lowered_digest(forward, self._params, tokens, tokens)
+
+    def _digest_logits(self, num_rows: int) -> str:
+        def logits(params: Any, hidden: jax.Array) -> Any:
+            return self._model.compute_logits(params, hidden, TracedOps(**self._mode))
+
+        hidden = jax.ShapeDtypeStruct((num_rows, self._sizes.hidden_size), self._dtype)
+        return _lowered_digest(logits, self._params, hidden)
+
+
+def _lowered_digest(function: Any, *arguments: Any) -> str:
+    """Return a digest of a function's lowered text.
+
+    Unused parameters are kept, because the text names parameters by their positions only.
+    """
+    return _digest(jax.jit(function, keep_unused=True).lower(*arguments).as_text())
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jpaged.models.model_trace import ModelDigests
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
 from jpaged.models.sizes import ModelSizes
 from jpaged.runtime.buckets import round_up
@@ -59,6 +60,8 @@ class SplitModel:
     definition: nnx.GraphDef
     treedef: Any
     leaves: tuple[jax.Array | jax.ShapeDtypeStruct, ...]
+    digests: ModelDigests | None = None
+    """Digests of a user's functions, for the program store; None for a model of jpaged."""
 
     @staticmethod
     def of(model: nnx.Module) -> "SplitModel":

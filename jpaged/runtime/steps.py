@@ -723,6 +723,14 @@ class StepProgram:
             sizes.setdefault("num_tokens", sizes["batch_size"])
         return sizes
 
+    def logits_row_counts(self, sizes: ProgramSizes) -> set[int]:
+        """Return every number of rows with which a program calls the output head."""
+        if "drafter" not in sizes:
+            return {sizes[name] for name in ("batch_size", "num_rows") if name in sizes}
+        num_seqs, num_rows = sizes["batch_size"], sizes["num_tokens"]
+        per_head = num_seqs * max(1, MAX_VERIFY_LOGITS_ROWS // num_seqs)
+        return {min(per_head, num_rows), num_rows % per_head} - {0}
+
     @property
     def needs_pool(self) -> bool:
         """Whether the step's programs depend on the size of the pool."""

@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ After SIGTERM or Ctrl-C the server refuses new requests, and requests in flight 
 --shutdown-timeout to finish. A second signal ends the server immediately.
 """
 _EMBEDDED_MODEL_NAME = "jpaged-tiny"
+_DEFAULT_MODEL_NAME = "model"
+"""Name of a model that `jpaged.serve.serve` serves, unless `model_names` is given."""
 _EMBEDDED_MODEL_OPTIONS: dict[str, Any] = {
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
@@ -324,14 +326,7 @@ def _build_flags(args: argparse.Namespace) -> Flags:
             raise RequestError("model", "is empty", value="", remedy=remedy)
         engine["model"] = model
     EngineConfig(**engine)
-    limits = Limits(**options.read_options(args, Limits))
-    if limits.max_total_body_bytes < limits.max_body_bytes:
-        raise RequestError(
-            "max_total_body_bytes",
-            f"is less than --max-body-bytes {limits.max_body_bytes}",
-            value=f"{limits.max_total_body_bytes}",
-            remedy="raise it to at least that size",
-        )
+    limits = _make_limits(options.read_options(args, Limits))
     given = options.read_options(args, ServeConfig)
     serve_options: dict[str, Any] = {
         name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
@@ -340,6 +335,39 @@ def _build_flags(args: argparse.Namespace) -> Flags:
     if model is None and "chat_template" not in serve_options:
         serve_options = _EMBEDDED_MODEL_OPTIONS | serve_options
     return Flags(engine | {"verbose": True}, ServeConfig(**serve_options, limits=limits))
+
+
+def _make_limits(given: Mapping[str, Any]) -> Limits:
+    limits = Limits(**given)
+    if limits.max_total_body_bytes < limits.max_body_bytes:
+        raise RequestError(
+            "max_total_body_bytes",
+            f"is less than --max-body-bytes {limits.max_body_bytes}",
+            value=f"{limits.max_total_body_bytes}",
+            remedy="raise it to at least that size",
+        )
+    return limits
+
+
+def make_serve_config(given: Mapping[str, Any]) -> ServeConfig:
+    """Return the options of a server, from keyword arguments of Python.
+
+    Args:
+        given: Fields of `ServeConfig`, except `limits`, and fields of `Limits`.
+
+    Raises:
+        TypeError, ValueError: An option is unknown or invalid.
+    """
+    names = [{it.name for it in fields(kind)} for kind in (ServeConfig, Limits)]
+    unknown = given.keys() - (names[0] | names[1]) | (given.keys() & {"limits"})
+    if unknown:
+        raise TypeError(
+            f"{min(unknown)} is not an option of the server: pass fields of ServeConfig and Limits"
+        )
+    limits = {name: it for name, it in given.items() if name in names[1]}
+    server = {name: it for name, it in given.items() if name in names[0]}
+    server.setdefault("model_names", (_DEFAULT_MODEL_NAME,))
+    return ServeConfig(**server, limits=_make_limits(limits))
 
 
 def _default_model_name(model: str | None) -> str:

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazy_programs import lazy_programs
 
 from examples.plain_jax_llama import load
-from jpaged import Engine, JaxModel, SamplingParams, StructuredOutputs
+from jpaged import Engine, JaxModel, SamplingParams, StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.engine import startup
 from tests.covering import covering
@@ -147,6 +147,7 @@ def tiny_params() -> dict[str, Any]:
 
 def make_engine(model: Any = TINY, params: Any = None, **options: Any) -> Engine:
     options = {"num_blocks": 65, **SMALL, "max_model_len": 128, **options}
+    options.setdefault("compilation_cache_dir", None)
     with user_settings(), lazy_programs():
         return Engine(model, params=tiny_params() if params is None else params, **options)
 
@@ -354,8 +355,6 @@ OPTIONS = {
     "enable_expert_parallel": (True, "runs on one device"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
-    "num_compile_workers": (1, "another process"),
-    "compilation_cache_dir": ("/tmp/programs", "jax_compilation_cache_dir"),
     "num_blocks": (None, "pass kv_cache_memory_bytes or num_blocks"),
 }
 
@@ -376,8 +375,28 @@ def test_argument_of_a_jax_model_is_refused_without_one(name: str):
 def test_tokenizer_is_a_folder():
     with pytest.raises(ValueError, match="tokenizer='/absent' is not a folder"):
         make_engine(tokenizer="/absent")
-    with pytest.raises(TypeError, match="tokenizer is a list: pass the folder"):
+    with pytest.raises(TypeError, match="tokenizer is a list: pass a tokenizer of"):
         make_engine(tokenizer=[])
+
+
+def test_tokenizer_may_be_an_object_of_transformers():
+    hf_tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL).hf_tokenizer
+    model, params = replace(TINY, vocab_size=len(hf_tokenizer)), tiny_params()
+    repeats = -(-len(hf_tokenizer) // VOCAB_SIZE)
+    params = {**params, "embed": jnp.tile(params["embed"], (repeats, 1))[: len(hf_tokenizer)]}
+    engine = make_engine(model, params, tokenizer=hf_tokenizer)
+    folder = engine.tokenizer_folder
+    assert engine.tokenizer is not None
+    assert folder is not None
+    text = [{"role": "user", "content": "a"}]
+    assert engine.tokenizer.encode("Count") == hf_tokenizer.encode("Count")
+    assert engine.tokenizer.hf_tokenizer.apply_chat_template(
+        text, tokenize=False
+    ) == hf_tokenizer.apply_chat_template(text, tokenize=False)
+    assert folder.is_dir()
+    del engine
+    gc.collect()
+    assert not folder.exists()
 
 
 # Other weights
@@ -633,7 +652,6 @@ PARAMS = {
         lambda: jax.device_put(tiny_params()["embed"], jax.local_devices()[1]),
         r"params\['embed'\] is on .*1, but a JaxModel runs on one device.*device_put",
     ),
-    "NaN": (lambda: with_embed(jnp.full((64, 32), jnp.nan)), r"params\['embed'\] has values that"),
     "host memory": (lambda: pinned(tiny_params()["embed"]), "is in pinned_host memory: pass"),
     "several devices": (
         lambda: jax.device_put(

@@ -423,3 +423,36 @@ class EngineProcess:
 
     async def _exit_code(self, seconds: float) -> int | None:
         return await asyncio.to_thread(self._child.exit_code, seconds)
+
+
+class AttachedEngine:
+    """An engine in the process that started this process, with the interface of `EngineProcess`.
+
+    The caller of `jpaged.serve.serve` owns the engine, so stopping only ends the connection.
+
+    Attributes:
+        client: Client of the engine.
+    """
+
+    def __init__(self, client: EngineClient):
+        self.client = client
+
+    @classmethod
+    async def attach(cls, sock: socket.socket) -> "AttachedEngine":
+        """Connect to the engine at the other end of a channel."""
+        return cls(await EngineClient.connect(sock, {}))
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Tell the engine's process that the server has ended."""
+        await self.client.stop()
+
+    def kill_and_close(self, reason: str) -> None:
+        """Fail all requests in flight."""
+        self.client.close(reason)
+
+    async def exit_description(self, timeout: float = 2.0) -> str:
+        """Return an empty string: the engine's process prints its own errors."""
+        return ""
+
+    def kill(self) -> None:
+        """Do nothing: the engine does not belong to this process."""

@@ -59,7 +59,7 @@ class EngineInfo(msgspec.Struct, tag=True):
     """Report that the engine has started, with the facts that the server needs.
 
     Attributes:
-        folder: Path of the checkpoint folder.
+        folder: Path of the tokenizer's folder.
         vocab_size: Size of the vocabulary; all token ids are smaller.
         max_model_len: Maximum number of tokens in a sequence.
         max_num_seqs: Maximum number of sequences in a step.

@@ -201,7 +201,7 @@ def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
 def _engine_info(engine: Engine) -> EngineInfo:
     config = engine.runtime_config
     return EngineInfo(
-        folder=str(engine.folder),
+        folder=str(engine.tokenizer_folder),
         vocab_size=engine.vocab_size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,

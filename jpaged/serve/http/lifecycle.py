@@ -7,9 +7,10 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 from typing_extensions import override
 
 from jpaged import Tokenizer, check_model, errors
-from jpaged.serve.engine.client import EngineClient, EngineProcess
+from jpaged.serve.engine.client import AttachedEngine, EngineClient, EngineProcess
 from jpaged.serve.engine.tokenizing import TokenizingService
 from jpaged.serve.engine.tokenizing_process import TokenizingProcess, TokenizingSettings
 from jpaged.serve.errors import log_line
@@ -58,8 +59,19 @@ _CLOSE_TIMEOUT_S = 5
 """Seconds for connections to close after the last response."""
 
 
-def run_server(flags: Flags) -> int:
-    """Serve until a signal arrives or the engine is gone, and return the exit code."""
+RunningEngine = EngineProcess | AttachedEngine
+"""An engine that the server can use."""
+
+
+def run_server(
+    flags: Flags, start_engine: Callable[[], Awaitable[RunningEngine]] | None = None
+) -> int:
+    """Serve until a signal arrives or the engine is gone, and return the exit code.
+
+    Args:
+        flags: Options of the engine and of the server.
+        start_engine: Function that connects to an engine; None to start `Engine(**flags.engine)`.
+    """
     try:
         sock = listen(flags.serve.host, flags.serve.port)
     except (OSError, ValueError) as error:  # a ValueError says that the host name is invalid
@@ -69,10 +81,13 @@ def run_server(flags: Flags) -> int:
         return 1
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with sock:
-        return asyncio.run(_serve(flags, sock))
+        start = start_engine or partial(EngineProcess.start, flags.engine)
+        return asyncio.run(_serve(flags, sock, start))
 
 
-async def _serve(flags: Flags, sock: Listener) -> int:
+async def _serve(
+    flags: Flags, sock: Listener, start_engine: Callable[[], Awaitable[RunningEngine]]
+) -> int:
     limits = flags.serve.limits
     max_connections, num_spare = raise_file_limit(limits.max_connections)
     if num_spare == NUM_SPARE_CONNECTIONS:  # the system allows enough files
@@ -85,7 +100,7 @@ async def _serve(flags: Flags, sock: Listener) -> int:
     lifecycle.watch_signals()
     asyncio.get_running_loop().set_exception_handler(LoopExceptionHandler().handle)
     serve_task = asyncio.create_task(http.serve([sock]))
-    await lifecycle.start(flags.engine, f"http://{_url_host(sock)}:{sock.getsockname()[1]}")
+    await lifecycle.start(start_engine, f"http://{_url_host(sock)}:{sock.getsockname()[1]}")
     await serve_task
     await lifecycle.end_engine()
     return lifecycle.exit_code
@@ -114,14 +129,16 @@ class Lifecycle:
     def __init__(self, serving: ServerState, http: HttpServer):
         self.exit_code = 0
         self._serving, self._http = serving, http
-        self._process: EngineProcess | None = None
+        self._process: RunningEngine | None = None
         self._shutdown_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
 
-    async def start(self, options: Mapping[str, Any], address: str) -> None:
-        """Start an engine process with `Engine(**options)`, and serve requests with it."""
+    async def start(
+        self, start_engine: Callable[[], Awaitable[RunningEngine]], address: str
+    ) -> None:
+        """Start or connect to an engine, and serve requests with it."""
         try:
-            process = self._process = await EngineProcess.start(options)
+            process = self._process = await start_engine()
             if self._shutdown_task is not None:  # a signal arrived before the process started
                 process.kill()
             await start_with_timeout(self._serving, process)
@@ -139,7 +156,7 @@ class Lifecycle:
         if self._process is not None:
             await self._process.stop()
 
-    async def _watch(self, process: EngineProcess) -> None:
+    async def _watch(self, process: RunningEngine) -> None:
         """Shut the server down when its engine is gone, so that a supervisor can restart it."""
         await watch_engine(process, self._serving.config.limits.hang_timeout)
         if self._shutdown_task is None:
@@ -225,7 +242,7 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]
 
 async def start_with_timeout(
     serving: ServerState,
-    process: EngineProcess,
+    process: RunningEngine,
     start_tokenizing: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
     """Call `start_serving`, and kill an engine that has not started after `--start-timeout`.
@@ -245,7 +262,7 @@ async def start_with_timeout(
         raise RuntimeError(reason) from error
 
 
-async def watch_engine(process: EngineProcess, hang_timeout: float) -> None:
+async def watch_engine(process: RunningEngine, hang_timeout: float) -> None:
     """Wait until an engine is gone, and kill it if its loop stalls for `hang_timeout` seconds.
 
     Requests of a killed engine end with errors. The seconds are counted in polls of this function,

@@ -36,7 +36,7 @@ class StubEngine:
     def __init__(self, *, max_num_seqs: int = 8, max_model_len: int = 256, **_: Any):
         print("jpaged: the stub engine starts", file=sys.stderr, flush=True)
         time.sleep(float(os.environ.get(START_SECONDS, "0")))
-        self.folder = Path(jpaged.__file__).parent / "assets" / "tiny"
+        self.folder = self.tokenizer_folder = Path(jpaged.__file__).parent / "assets" / "tiny"
         self.vocab_size = 512
         self.config = SimpleNamespace(kv_cache_dtype="float32")
         self.runtime_config = SimpleNamespace(
