@@ -123,7 +123,7 @@ def expert_down_gemm(x, weight, routing, *, tile_rows: int, interpret: bool):
         routing.offsets, num_rows=x.shape[0], tile_rows=tile_rows, interpret=interpret
     )
     options = {"tile_rows": tile_rows, "interpret": interpret}
-    rows = grouped_gemm(x, weight, tiles, gated=False, dtype=jnp.float32, **options)
+    rows = grouped_gemm(x, weight, tiles, gated=False, dtype=x.dtype, **options)
     return combine_rows(rows, *choices(routing), dtype=x.dtype, interpret=interpret)
 
 

@@ -234,7 +234,7 @@ def _few_rows_kernel(
             scale) for each factor."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
-                row_scales = _load_scales(x_scale_smem.at[stage, i], 1)
+                row_scales = load_scales(x_scale_smem.at[stage, i], 1)
                 group = num_leading_scales + step * num_groups + i
                 at = block, lax.div(group, part), lax.rem(group, part)
                 yield [row_scales * weight_scale_smem[f, *at] for f in range(num_factors)]
@@ -243,16 +243,16 @@ def _few_rows_kernel(
             block = lax.div(firsts[0], FP8_GROUP_SIZE) - lax.div(first_output(0), FP8_GROUP_SIZE)
             plgpu.barrier_wait(scaled)
         else:  # Load the scales before the GEMM starts, to hide the latency of global memory.
-            row_scales = _load_scales(x_scale_ref.at[rows], 1)
-            output_scales = [_load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
+            row_scales = load_scales(x_scale_ref.at[rows], 1)
+            output_scales = [load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
         args = num_steps, num_groups, stage_index, operands, full, empty, shape
-        sums = _accumulate_promoted(*args, scales if is_grouped else None)
+        sums = accumulate_promoted(*args, scales if is_grouped else None)
         if not is_grouped:
             sums = [
-                _apply_scales(total, scales, row_scales)
+                apply_scales(total, scales, row_scales)
                 for total, scales in zip(sums, output_scales, strict=True)
             ]
-        result = plgpu.layout_cast(_apply_activation(sums), plgpu.Layout.WGMMA_TRANSPOSED)
+        result = plgpu.layout_cast(apply_activation(sums), plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
         own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
@@ -406,15 +406,15 @@ def _many_rows_kernel(
             sums = compute_sums(round_index, column)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             if scale_smem is None:
-                row_scales = _load_scales(x_scale_ref.at[rows], 0)
+                row_scales = load_scales(x_scale_ref.at[rows], 0)
                 column_slices = [
                     pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)
                 ]
                 sums = [
-                    _apply_scales(total, row_scales, _load_scales(weight_scale_ref.at[columns], 1))
+                    apply_scales(total, row_scales, load_scales(weight_scale_ref.at[columns], 1))
                     for total, columns in zip(sums, column_slices, strict=True)
                 ]
-            results = [_apply_activation(sums)] if gated else sums
+            results = [apply_activation(sums)] if gated else sums
             for factor, result in enumerate(results):
                 # Wait until the previous copy has read `out_smem`.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -430,7 +430,7 @@ def _many_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
+def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
     """Add the products of all groups in float32, outside the tensor core.
 
     If the accumulators of a stage fit in registers, the kernel starts all products of the stage
@@ -548,20 +548,20 @@ def continue_accumulation(multiply, sums):
     return list(results)  # `run_state` is annotated to return references, but it returns arrays.
 
 
-def _load_scales(ref, axis):
+def load_scales(ref, axis):
     """Load scales into registers, in a layout that can be broadcast along axis `axis` of the
     sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
-def _apply_scales(sums, first, second):
+def apply_scales(sums, first, second):
     """Multiply row i of the sums by `first[i]`, and column j by `second[j]`."""
     for axis, scales in enumerate((first, second)):
         sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
     return sums
 
 
-def _apply_activation(sums):
+def apply_activation(sums):
     """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
 
     The formula requires that gate is finite.

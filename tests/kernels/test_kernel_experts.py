@@ -206,17 +206,25 @@ def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
 
 
 @pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
-@pytest.mark.parametrize(("num_factors", "out_itemsize"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize("num_factors", [2, 1])
+@pytest.mark.parametrize("grouped", [None, False, True])
 def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
-    depth, width, num_factors, out_itemsize
+    depth, width, num_factors, grouped
 ):
+    """Test 2-byte dtypes (`grouped` is None), and FP8 with scales of rows or of groups."""
+    itemsize, choose = 2, tuning.experts_config
+    if grouped is not None:
+        itemsize, choose = 1, partial(tuning.fp8_experts_config, grouped=grouped)
     for num_tokens in (1, 8, 64, 256, 1024, 65536):
-        sizes = num_tokens, 8, 128, depth, width, 2, num_factors, out_itemsize
-        config = tuning.experts_config(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
+        sizes = num_tokens, 8, 128, depth, width, itemsize, num_factors, 2
+        config = choose(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
+        if depth * itemsize % 128:
+            assert config is None
+            continue
         assert config is not None
         columns = 64 * config.num_consumers * config.num_blocks
         assert width * num_factors % columns == 0
         stage = (columns + config.tile_rows) * 128
-        out = 64 * config.num_consumers * config.tile_rows * out_itemsize
+        out = 64 * config.num_consumers * config.tile_rows * 2
         assert config.num_stages >= 2
         assert config.num_stages * stage + out + 1024 <= MAX_SHARED_BYTES

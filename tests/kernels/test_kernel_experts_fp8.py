@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F8, F32, XLA_AND_TRITON
+from kernel_cases import BF16, F8, F32, IMPLEMENTATIONS
 
 from pallas_kernels import (
     FP8_GROUP_SIZE,
@@ -76,13 +76,14 @@ def make_weights(
 
 
 def assert_close(got: jax.Array, want: np.ndarray, dtype: Any, backend: Backend) -> None:
-    """Check that the error is one rounding to `dtype`; a GPU multiplies blocks in bfloat16."""
-    allowed = float(jnp.finfo(dtype).eps) if backend is Backend.XLA else 2e-2
+    """Check that the error is that of rounding to `dtype`, or of a tensor core that sums FP8."""
+    allowed = 2e-3 if backend is Backend.TRITON else 0
+    allowed = max(allowed, float(jnp.finfo(dtype).eps))
     error = np.abs(np.asarray(got, np.float64) - want).max()
     assert error <= max(allowed, 2e-6) * np.abs(want).max()
 
 
-@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "num_real", "width", "inner", "dtype"),
     [
@@ -92,7 +93,9 @@ def assert_close(got: jax.Array, want: np.ndarray, dtype: Any, backend: Backend)
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
                 ("channel", 1, None, 64, 48, BF16),
-                ("channel", 9, 0, 64, 48, F32),
+                ("channel", 9, 0, 128, 64, F32),
+                ("channel", 130, 121, 256, 128, BF16),
+                ("block", 130, 121, 128, 320, BF16),
                 ("block", 1, None, 128, 256, BF16),
                 ("block", 70, None, 40, 72, F32),
                 ("block", 9, 0, 128, 128, F32),
