@@ -47,7 +47,8 @@ SECONDS = 240
 
 
 def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
-    """Return a jitted function: `SUMS` multiplications, each followed by an all-reduce.
+    """Return a jitted function that performs `SUMS` multiplications, each followed by an
+    all-reduce.
 
     The function returns its argument x unchanged if the factors of all devices add up to 1. If
     `sums` is false, a local addition replaces each all-reduce. If `by_peers` is true, the
@@ -73,7 +74,8 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:
-    """Return the median seconds of a call over `repeats` blocks, and the last call's result."""
+    """Time `repeats` blocks of calls. Return the median seconds per call, and the result of the
+    last call."""
     taken = []
     for _ in range(1 + repeats):  # the first block warms up
         begun = time.perf_counter()
@@ -90,13 +92,15 @@ def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
     memory = PeerMemory(mesh) if by_peers else None
     peers = jnp.zeros(mesh.size, jnp.int32) if memory is None else memory.headers
     inputs = (np.arange(rows * WIDTH).reshape(rows, WIDTH) % 7 + 1).astype(jnp.bfloat16)
-    # The factors sum to 1 over the devices, so the chain returns its input.
+    # Each device multiplies by a different factor. The factors sum to 1, so each all-reduce
+    # restores the input.
     share = jnp.full(mesh.size, 1 / mesh.size, jnp.float32)
     half = jnp.full(mesh.size, 0.5, jnp.float32)
     with_sums, without = (chain(mesh, sums=sums, by_peers=by_peers) for sums in (True, False))
 
     def timed(program: Callable, factor: jax.Array) -> tuple[float, bool]:
-        """Return the seconds of a call, and whether the last result equals the first input."""
+        """Return the seconds per call, and whether the result of the last call equals the input of
+        the first call."""
         x = jax.device_put(inputs, NamedSharding(mesh, PartitionSpec()))
         taken, x = seconds(lambda x: program(x, factor, peers), x, repeats)
         copies = [np.asarray(shard.data) for shard in x.addressable_shards]

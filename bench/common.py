@@ -155,7 +155,8 @@ UNRECORDED: dict[str, dict] = {
 
 ALL_SHAPES = {**SHAPES, **UNRECORDED}
 
-# The same settings as in the runs of vLLM. Prompts are random, so a prefix cache would never hit.
+# These engine options are the same as in the measurements of vLLM. Prompts are random, so a prefix
+# cache would never hit.
 AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False}
 
 
@@ -171,7 +172,8 @@ EMBEDDED = "embedded"
 
 
 def new_engine(shape: str, **options) -> Engine:
-    """Create an engine of the embedded model if `shape` is `EMBEDDED`, else of the shape."""
+    """Create an engine of the embedded model if `shape` is `EMBEDDED`. Otherwise create an engine
+    with random weights for the model shape `shape`."""
     return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
 
 
@@ -209,7 +211,7 @@ def add_expert_option(parser: argparse.ArgumentParser) -> None:
 
 
 def format_of(engine: Engine) -> str:
-    """Return the value of `--format` (a key of `FORMATS`) with whose options the engine runs."""
+    """Return the key of `FORMATS` whose options the engine uses, for `--format`."""
     config = engine.config
     asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
     narrow = {name: value for name, value in asked.items() if value == "fp8"}
@@ -247,7 +249,7 @@ class Floor:
     """Lower bounds of the times of steps and generations on an H200, for one model shape.
 
     The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. They also assume
-    that the router of a sparse layer chooses all experts equally often.
+    that the router of a mixture-of-experts layer chooses all experts equally often.
 
     Attributes:
         weight_bytes: Bytes of all weights that a decode step may read, including all experts, but
@@ -272,7 +274,7 @@ class Floor:
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
-        """Return the bounds of one device of a running engine."""
+        """Return the lower bounds for one device of a running engine."""
         whole = cast(ModelConfig, engine.model_config)
         model = whole.shard(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
@@ -296,7 +298,8 @@ class Floor:
         )
 
     def read_bytes(self, num_seqs: float) -> float:
-        """Return the expected bytes of weights that a decode step of `num_seqs` sequences reads."""
+        """Return the expected number of bytes of weights that a decode step of `num_seqs` sequences
+        reads."""
         skipped_share = (1 - self.chosen_share) ** num_seqs
         return self.weight_bytes - self.expert_bytes * skipped_share
 
@@ -340,9 +343,8 @@ def _num_expert_weights(model: ModelConfig) -> int:
 
 
 def _num_factors(model: ModelConfig) -> float:
-    """Return how many weights take part in the computation of one token, without the output head.
-
-    Of a sparse layer, only the chosen experts take part.
+    """Return the number of weights that the computation of one token uses, without the output head.
+    In a mixture-of-experts layer, a token uses only the experts that it chooses.
     """
     num_sparse = sum(layer.experts is not None for layer in model.layers)
     num_layers = {"attention": model.num_layers, "mlp": model.num_layers - num_sparse}

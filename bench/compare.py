@@ -27,10 +27,9 @@ Key = tuple[str, int]
 
 
 def figures(document: dict) -> dict[Key, dict[str, float]]:
-    """Return the measured numbers of each row of a results document.
-
-    The key of a row is (label, index among the rows with the same label). The label consists of the
-    row's strings and settings.
+    """Return a dict with the measured numbers of each row of a results document. The key of a row
+    is (label, index): the label consists of the row's strings and settings, and the index counts
+    the rows with the same label.
     """
     found, seen = {}, Counter()
     for row in document["rows"]:

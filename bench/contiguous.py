@@ -36,7 +36,9 @@ from jpaged.models.registry import read_model_config
 BATCHINGS = ("static", "slabs")
 # The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.
 SMALLEST_BUCKET = 64
-WIDTHS = (256, 512, 1024)  # A slab of a static batch may have one of these widths, or `max_len`.
+# Each sequence of a static batch has a contiguous range of cache slots. Its length is one of these
+# numbers, or `max_len`.
+WIDTHS = (256, 512, 1024)
 READ_BEHIND = 2  # The host reads the tokens of a launch after `READ_BEHIND` further launches.
 
 
@@ -56,14 +58,15 @@ class Request:
 
 
 class Decoder:
-    """Serves requests in the order of arrival, `num_slots` at a time.
+    """Serve requests in the order of arrival, at most `num_slots` at a time.
 
     Args:
         model: The model and its programs.
         batching: "static" or "slabs".
         num_slots: Maximum number of sequences in a batch. The cache has at least `MIN_ROWS` rows.
-        max_len: Maximum number of tokens of a sequence, prompt and output; the widest slab.
-        widths: Smaller slab widths that a static batch may use.
+        max_len: Maximum number of tokens of a sequence, prompt and output together. A batch row of
+            the cache has at most this many slots.
+        widths: Smaller numbers of slots per batch row that a static batch may use.
         launch_steps: Allowed numbers of decode steps per launch; must include 1. With "slabs", a
             launch ends at the latest when the first sequence is complete; with "static", when the
             last sequence is complete.
@@ -100,10 +103,11 @@ class Decoder:
         self.num_slots, self.arrivals = num_slots, arrivals and batching == "slabs"
         self._max_batched_tokens, self.num_unfinished = max_batched_tokens, 0
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # keys are batch rows
+        self.running: dict[int, Request] = {}  # `running` maps batch rows to requests
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
         self._rows = max(num_slots, MIN_ROWS)
-        # `_cache` is the cache of the current batch, and `width` the slab width.
+        # `_cache` is the KV cache of the current batch, and `width` the number of token slots per
+        # batch row.
         self._cache, self.width = None, 0
 
     def add(self, request: Request) -> None:
@@ -173,9 +177,8 @@ class Decoder:
             list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
 
     def _counts(self, length: int) -> list[int]:
-        """Return the numbers of prompts for which prefills of this padded length are compiled.
-
-        They are the powers of 4 below the maximum, and the maximum.
+        """Return the numbers of prompts for which a prefill program of this padded length is
+        compiled: the powers of 4 below the maximum, and the maximum.
         """
         most = min(max(self._max_batched_tokens // length, 1), self.num_slots)
         return [n for n in (4**i for i in range(8)) if n < most] + [most]
@@ -187,7 +190,8 @@ class Decoder:
         needed = max((len(request.prompt) + request.max_tokens for _, request in taken), default=1)
         width = min(width for width in self.widths if width >= needed)
         if width != self.width:
-            # The new cache needs the memory of the old cache, so wait until that is unused.
+            # The new cache needs the memory of the old cache, so wait until no step uses the old
+            # cache.
             jax.block_until_ready(self._cache)
             self._cache, self.width = None, width
             self._cache = self.model.empty(self._rows, width)
@@ -210,11 +214,12 @@ class Decoder:
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
     def _launch(self) -> None:
-        """Launch decode steps: an allowed number of steps that no row exceeds.
+        """Launch a program with several decode steps. Choose the largest allowed number of steps
+        below a limit.
 
-        With static batching, the sequence with the most missing tokens limits the number of steps;
-        otherwise the sequence with the fewest. If requests may arrive and a row is free, launch one
-        step.
+        With static batching, the limit is the number of tokens that the longest sequence still
+        needs. Otherwise, the limit is the number that the shortest sequence still needs. If
+        requests may arrive and a row is free, launch one step.
         """
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
@@ -231,9 +236,8 @@ class Decoder:
     def _launched(
         self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
     ) -> None:
-        """Queue the tokens [num_steps, ...] of a launch for reading.
-
-        Free the rows of requests whose last token this launch computes.
+        """Queue the tokens [num_steps, ...] of a launch, so that `_read` reads them later. Free the
+        batch rows of requests whose last token this launch computes.
         """
         tokens.copy_to_host_async()
         self._unread.append((tokens, columns))
@@ -267,7 +271,8 @@ def bucket(length: int, most: int) -> int:
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ValueError for the argument `name` unless `holds`; `wanted` says what it must be."""
+    """Raise ValueError for the argument `name` unless `holds` is true. The message says that the
+    argument must `wanted`."""
     if not holds:
         raise ValueError(f"{name}={value!r} must {wanted}")
 

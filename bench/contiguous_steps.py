@@ -33,7 +33,7 @@ class Cache(NamedTuple):
         layers: K and V of each layer, [B, width, K, H].
         tokens: The last sampled token of each row, [B]. Its keys and values are not in the cache
             yet.
-        lens: The number of tokens in each row's slab, [B].
+        lens: The number of tokens that the cache holds in each batch row, [B].
     """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
@@ -61,8 +61,8 @@ def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
 def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
     """Decode `num_steps` tokens of every batch row.
 
-    When the cache holds `stops` [B] tokens of a row (0 for an idle row), the row no longer grows,
-    and later tokens of the row are meaningless.
+    A batch row stops growing when the cache holds `stops` [B] of its tokens (0 for an idle row).
+    Later output tokens of the row are meaningless.
 
     Returns:
         The cache, and the tokens [num_steps, B].
@@ -100,17 +100,18 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
     return hidden, tuple(layers)
 
 
-# The jit lets JAX trace layers with equal shapes only once.
+# Because of this inner `jit`, JAX traces layers with equal shapes only once.
 @partial(jax.jit, static_argnums=(0, 2))
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
-    """Run one layer; the residual stream before it is `hidden` plus the sum of `update`.
+    """Run one layer. Its input, the residual stream, is `hidden` plus the sum of `update`.
 
     Returns:
         The new `hidden` and `update`, and K and V of the layer.
     """
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if "sum" in layer.norm_positions:  # Models of this kind normalize after each residual addition.
+    # Models with post-norms normalize after each residual addition.
+    if "sum" in layer.norm_positions:
         update, kv = attend(hidden, kv, backend)
         hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
         update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
@@ -123,7 +124,8 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
-    """Return the update of the residual stream as split-K partials, and the layer's K and V."""
+    """Compute attention. Return the update of the residual stream as split-K partials, and K and V
+    of the layer."""
     heads, norms = sum_partials(part.qkv(x, backend), x.dtype), part.head_norms()
     ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
     q, k, v = jnp.split(heads, ends, axis=1)
@@ -178,7 +180,8 @@ def implementation(q: jax.Array) -> str:
 
 
 class Model:
-    """A model, and its programs `prefill` and `decode`, which are compiled once per shape."""
+    """A model and its compiled programs `prefill` and `decode`. Each program is compiled once per
+    shape of its arguments."""
 
     def __init__(self, model: Any):
         capped = [layer.soft_cap for layer in model.config.layers if layer.soft_cap]

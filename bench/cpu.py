@@ -18,7 +18,8 @@ TO_REACH = 200  # The target is `TO_REACH` output tokens per second.
 
 
 def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:
-    """Return a result row: output tokens per second of `num_requests` concurrent equal requests."""
+    """Serve `num_requests` equal requests concurrently. Return a result row with the output tokens
+    per second."""
     engine = Engine()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 

@@ -9,7 +9,10 @@ kernels together, and of the layer with the gaps between its kernels.
 The lower bound ("floor") of a GEMM is the larger of two times: the time to read the weights of the
 experts that are hit, at `EXPERT_BYTES_PER_SECOND`, and the time to compute the FLOPs, at
 `EXPERT_FLOPS_PER_SECOND`. The constants are those of an H200; `--bandwidth` sets the bandwidth of
-another GPU in TB/s.
+another GPU in TB/s. FP8 weights have half the bytes, and FP8 products take half the time.
+
+With FP8 weights, a layer also quantizes the rows before each GEMM, and the kernels' time includes
+that.
 """
 
 import argparse
@@ -25,19 +28,34 @@ from bench.compare import parse_arguments
 from bench.profile_step import read_trace
 from bench.records import print_table, record
 from pallas_kernels import (
+    FP8,
+    FP8_GROUP_SIZE,
     Backend,
+    block_scaled_expert_down_gemm,
+    block_scaled_expert_gated_gemm,
     expert_down_gemm,
     expert_gated_gemm,
+    quantize_rows,
     route,
+    scaled_expert_down_gemm,
+    scaled_expert_gated_gemm,
     select_backend,
 )
 
 EXPERT_BYTES_PER_SECOND = 4.6e12
 EXPERT_FLOPS_PER_SECOND = 800e12
 NUM_LAUNCHES = 3
-# Target of (lower bound / measured time), by the number of tokens.
+# Maps a number of tokens to the target of (lower bound of the time / measured time).
 MARKS = {1: 0.6, 8: 0.6, 64: 0.8, 256: 0.8, 8192: 0.65}
-KERNELS = ("expert_gated_gemm", "expert_gemm", "expert_tiles", "gather_rows", "combine_rows")
+KERNELS = (
+    "expert_gated_gemm",
+    "expert_gemm",
+    "expert_tiles",
+    "gather_rows",
+    "combine_rows",
+    "quantize_rows",
+)
+FORMATS = ("bfloat16", "fp8", "fp8-blocks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +82,65 @@ SHAPES = {
 }
 
 
-def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> dict:
+def make_weights(key: jax.Array, shape: Shape, weight_format: str) -> tuple[jax.Array, ...]:
+    """Return random weights of all experts: gate_up and down, each followed by its FP8 scales."""
+    num_experts, size, inner = shape.num_experts, shape.hidden, shape.inner
+    arrays = []
+    for parts, outputs, inputs in ((2, inner, size), (1, size, inner)):
+        weight_shape = num_experts, inputs, parts * outputs
+        if weight_format != "bfloat16":
+            weight_shape = num_experts, parts * outputs, inputs
+        weight = jax.random.normal(key, weight_shape, jnp.bfloat16)
+        if weight_format == "bfloat16":
+            arrays.append(weight * jnp.bfloat16(inputs**-0.5))
+            continue
+        scale_shape = num_experts, parts * outputs
+        if weight_format == "fp8-blocks":
+            blocks = (-(-n // FP8_GROUP_SIZE) for n in (outputs, inputs))
+            scale_shape = num_experts, parts * next(blocks), next(blocks)
+        arrays += [weight.astype(FP8), jnp.full(scale_shape, inputs**-0.5, jnp.float32)]
+    return tuple(arrays)
+
+
+def run_layer(weights, x, routing, weight_format: str) -> jax.Array:
+    """Return the weighted sum of the experts of each row of x."""
+    if weight_format == "bfloat16":
+        gate_up, down = weights
+        rows = expert_gated_gemm(x, gate_up, routing, backend=Backend.TRITON)
+        return expert_down_gemm(rows, down, routing, backend=Backend.TRITON)
+    gate_up, gate_up_scale, down, down_scale = weights
+    grouped = weight_format == "fp8-blocks"
+    options = {"dtype": x.dtype, "backend": Backend.TRITON}
+    gated_gemm, down_gemm = scaled_expert_gated_gemm, scaled_expert_down_gemm
+    if grouped:
+        gated_gemm, down_gemm = block_scaled_expert_gated_gemm, block_scaled_expert_down_gemm
+
+    def quantize(rows):
+        values, scale = quantize_rows(rows, grouped=grouped, backend=Backend.TRITON)
+        return values, scale if grouped else scale[:, 0]
+
+    values, scale = quantize(x)
+    rows = gated_gemm(values, gate_up, scale, gate_up_scale, routing, **options)
+    values, scale = quantize(rows)
+    return down_gemm(values, down, scale, down_scale, routing, **options)
+
+
+def measure(
+    name: str, weight_format: str, num_tokens: int, bandwidth: float, num_layers: int
+) -> dict:
     """Time the experts of a model for a number of tokens, and return the result row.
 
-    `bandwidth` is in bytes per second, and `num_layers` is the number of layers per program.
+    `weight_format` is one of `FORMATS`, `bandwidth` is in bytes per second, and `num_layers` is the
+    number of layers per program.
     """
     shape = SHAPES[name]
     size, inner, num_experts = shape.hidden, shape.inner, shape.num_experts
     keys = jax.random.split(jax.random.key(0), 4)
-
-    def normal(key, *sizes, scale=1.0):
-        return jax.random.normal(key, sizes, jnp.bfloat16) * jnp.bfloat16(scale)
-
-    weights = [
-        (
-            normal(key, num_experts, size, 2 * inner, scale=size**-0.5),
-            normal(key, num_experts, inner, size, scale=inner**-0.5),
-        )
-        for key in jax.random.split(keys[0], 2)
+    weights = [make_weights(key, shape, weight_format) for key in jax.random.split(keys[0], 2)]
+    tokens = [
+        jax.random.normal(key, (num_tokens, size), jnp.bfloat16)
+        for key in jax.random.split(keys[1], num_layers)
     ]
-    tokens = [normal(key, num_tokens, size) for key in jax.random.split(keys[1], num_layers)]
     routings = [
         route(
             jax.random.normal(key, (num_tokens, num_experts)),
@@ -98,9 +155,7 @@ def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> di
     def run(weights, tokens, routings):
         out = []
         for index, (x, routing) in enumerate(zip(tokens, routings, strict=True)):
-            gate_up, down = weights[index % len(weights)]
-            rows = expert_gated_gemm(x, gate_up, routing, backend=Backend.TRITON)
-            out.append(expert_down_gemm(rows, down, routing, backend=Backend.TRITON))
+            out.append(run_layer(weights[index % len(weights)], x, routing, weight_format))
         return out
 
     jax.block_until_ready(run(weights, tokens, routings))
@@ -115,22 +170,25 @@ def measure(name: str, num_tokens: int, bandwidth: float, num_layers: int) -> di
         known = [prefix for prefix in KERNELS if prefix in kernel.name]
         busy[known[0] if known else "other"] += kernel.duration / (NUM_LAUNCHES * num_layers)
     span = (max(k.end for k in kernels) - kernels[0].start) / (NUM_LAUNCHES * num_layers)
-    floor = 0.0
-    # A gated weight has 2 * inner columns, and a down weight has `inner` rows.
+    floor, itemsize = 0.0, weights[0][0].dtype.itemsize
+    # The weight of the gated GEMM has 2 * `inner` columns, and the weight of the down GEMM has
+    # `inner` rows.
     for columns in (2 * inner, inner):
-        read = experts_hit * size * columns * 2 / bandwidth
+        read = experts_hit * size * columns * itemsize / bandwidth
         flops = 2 * num_tokens * shape.num_choices * size * columns
-        floor += max(read, flops / EXPERT_FLOPS_PER_SECOND) * 1e6
-    row = {"model": name, "tokens": num_tokens, "experts hit": experts_hit, "floor us": floor}
+        floor += max(read, flops * itemsize / 2 / EXPERT_FLOPS_PER_SECOND) * 1e6
+    row = {"model": name, "weights": weight_format, "tokens": num_tokens}
+    row |= {"experts hit": experts_hit, "floor us": floor}
     row |= {f"{kernel} us": busy[kernel] for kernel in (*KERNELS, "other")}
     total = sum(busy.values())
     row |= {"kernels us": total, "layer us": span, "share of floor": floor / total}
-    return row | {"mark": MARKS.get(num_tokens)}
+    return row | {"mark": MARKS.get(num_tokens) if weight_format == "bfloat16" else None}
 
 
 def main():
     parser = argparse.ArgumentParser(description="Time the experts of one sparse layer.")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-30b-a3b"])
+    parser.add_argument("--weights", nargs="+", choices=FORMATS, default=["bfloat16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[*MARKS])
     parser.add_argument("--layers", type=int, default=6, help="layers per program")
     parser.add_argument("--bandwidth", type=float, default=EXPERT_BYTES_PER_SECOND / 1e12)
@@ -138,8 +196,9 @@ def main():
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
     rows = [
-        measure(name, num_tokens, arguments.bandwidth * 1e12, arguments.layers)
+        measure(name, weight_format, num_tokens, arguments.bandwidth * 1e12, arguments.layers)
         for name in arguments.shape
+        for weight_format in arguments.weights
         for num_tokens in arguments.tokens
     ]
     print_table(rows)

@@ -59,7 +59,8 @@ GIVE_UP = 1.01
 
 
 class Served(NamedTuple):
-    """Result of serving a trace; `bench.paper.simulator.Run` documents the fields."""
+    """Result of serving a request trace. The docstring of `bench.paper.simulator.Run` explains the
+    fields."""
 
     normalized_latency: float
     output_tokens_per_s: float
@@ -164,8 +165,9 @@ def start_system(system: str, sizes: Sizes) -> Serve:
         num_slots=max(sizes.num_slots // sizes.max_model_len, 1),
         max_len=sizes.max_model_len,
         max_batched_tokens=MAX_BATCHED_TOKENS,
-        # The host reads tokens two launches late, so launches of many steps would add to the
-        # latency. They would save no time, because one step takes longer than a launch.
+        # The host reads the tokens of a launch after two further launches, so launches of many
+        # steps would add to the latency. Such launches would save no time, because one step takes
+        # longer than a launch.
         launch_steps=(1, 4),
         arrivals=True,
     )
@@ -174,13 +176,14 @@ def start_system(system: str, sizes: Sizes) -> Serve:
 
 
 def kept(serve: Serve, file: Path, label: str) -> Serve:
-    """Wrap `serve` so that each result is stored in `file`, and a stored result is reused.
+    """Return a function that serves a trace by `serve` and appends the result to `file`. If the
+    file already has a result for the same trace, the function returns that result.
 
     Args:
         serve: The function that serves a trace.
-        file: File with a JSON line for each served trace: a digest of label, trace and limit, and
-            the result.
-        label: The system and the sizes, as a string.
+        file: File with one JSON line per served trace. A line has a digest of `label`, the trace
+            and the latency limit, followed by the result.
+        label: Text that identifies the system and the `Sizes` of the run.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     known = {key: Served(*served) for key, served in map(json.loads, lines)}
@@ -213,7 +216,7 @@ def _at_once(source: Source, count: int) -> list[TraceRequest]:
 
 
 def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
-    """Return the mean seconds per token of requests that are served one at a time."""
+    """Serve requests one at a time, and return their mean seconds per token."""
     alone = (serve([request], None) for request in _at_once(source, sizes.num_alone))
     return statistics.mean(served.normalized_latency for served in alone)
 
@@ -221,7 +224,8 @@ def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
 def sustained(
     serve: Serve, source: Source, sizes: Sizes, threshold: float, settings: Settings
 ) -> dict:
-    """Search the sustained rate for each seed; return the results at the median of these rates."""
+    """Search the sustained request rate for each seed. Return the results at the median of these
+    rates."""
     burst = _at_once(source, sizes.num_at_once)
     full = serve(burst, None)
     rates, tried = [], {}

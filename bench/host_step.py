@@ -41,7 +41,8 @@ from jpaged import SamplingParams
 from jpaged.engine import engine as engine_module
 from jpaged.runtime.results import StepHandle
 
-# Microseconds of a step in case A (256 sequences) at the target of 80,000 tokens per second.
+# Case A decodes 256 sequences. At the target of 80,000 tokens per second, a step takes this many
+# microseconds.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
 NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -60,7 +61,8 @@ def make_prompts(num_seqs: int) -> list[list[int]]:
 def measure(
     num_seqs: int, num_steps: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Return the median microseconds per step of each part that the module's docstring lists."""
+    """Return the median microseconds per step for each part of the host's work. The module's
+    docstring lists the parts."""
     clock, warm = Clock(), 20
     original = StepHandle.read
     StepHandle.read = clock.timed("consume", StepHandle.read)
@@ -92,7 +94,8 @@ def measure(
 def measure_ends(
     num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Return the median milliseconds of each part of a generation that no device step hides."""
+    """Return the median milliseconds of each part of a generation that does not overlap with a step
+    on the device."""
     engine, prompts = make_engine(runtime_of(num_seqs), Clock()), make_prompts(num_seqs)
     marks: list[float] = []
     loop, normalize = engine._loop, engine_module.normalize_prompts

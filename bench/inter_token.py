@@ -20,7 +20,7 @@ DECODE_PROMPT = 128
 
 
 class Feed:
-    """Every `every` steps, adds a request with `length` prompt tokens and one output token."""
+    """Add a request with `length` prompt tokens and one output token every `every` steps."""
 
     def __init__(self, engine: Engine, length: int, every: int):
         self._engine, self._every = engine, every

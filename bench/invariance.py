@@ -85,10 +85,12 @@ def compare(
     num_pairs: int,
     seed: int,
 ) -> tuple[int, int, int]:
-    """Run random batches of the requests, and compare each result with the request's run `alone`.
+    """Run random batches of the requests. Compare the result of each request with `alone`, the
+    result of the same request without other requests.
 
     Returns:
-        The number of compared pairs, of pairs with unequal bits, and of pairs with unequal tokens.
+        The number of compared pairs, the number of pairs with unequal bits, and the number of pairs
+            with unequal tokens.
     """
     rng = np.random.default_rng(seed)
     tried = unequal = other_tokens = 0
@@ -105,7 +107,8 @@ def compare(
 def compare_scores(
     engine: Engine, requests: list[tuple[list[int], SamplingParams]], alone: list[Bits]
 ) -> tuple[int, int, int]:
-    """Score the tokens generated `alone`, and compare the scores with their log-probabilities.
+    """Score the tokens of `alone`, which were generated without other requests. Compare the scores
+    with the log-probabilities of the generation.
 
     Returns:
         The same three numbers as `compare`; the number of unequal tokens is 0.
@@ -120,7 +123,8 @@ def compare_scores(
 def measure(
     shape: str, num_pairs: int, max_len: int, count: int, modes: Sequence[str]
 ) -> Iterator[dict]:
-    """Yield the numbers of pairs and unequal pairs as one row per mode and composition."""
+    """Yield one row per mode and engine composition, with the numbers of pairs and of unequal
+    pairs."""
     common = {
         "max_num_seqs": 256,
         "max_model_len": max_len,
@@ -161,7 +165,8 @@ def _row(shape: str, mode: str, name: str, counts: tuple[int, int, int], preempt
 def measure_costs(
     shape: str, repeats: int, modes: Sequence[str], *, has_long_context: bool
 ) -> Iterator[dict]:
-    """Yield the times of cases A to D, and of a long context if asked: a row per mode and case."""
+    """Yield one row per mode and case with the times of the cases A to D, and of a long context if
+    requested."""
     for mode in modes:
         engine = make_engine(shape, batch_invariant=MODES[mode])
         for case in "AB":

@@ -29,7 +29,8 @@ MODELS = ("built-in", "fused", "plain")
 
 
 def make_config(shape: str, num_layers: int | None) -> dict[str, Any]:
-    """Return a shape as a Qwen3 that all three engines can serve."""
+    """Return the config of a Qwen3 model with the sizes of a published shape. All three engines can
+    serve it."""
     config = SHAPES[shape] | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -75,7 +76,7 @@ def make_tensors(config: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) -> Engine:
-    """Return an engine of one of `MODELS`."""
+    """Return an engine that serves the model `model`, one of `MODELS`, with random weights."""
     options: dict[str, Any] = AS_VLLM | {"kv_cache_memory_bytes": kv_cache_memory_bytes}
     if model == "built-in":
         with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +93,7 @@ def measure(engine: Engine, repeats: int, scale: float) -> dict[str, float]:
     """Return output tokens per second of case A, and the times of case D."""
 
     def seconds(count: int, prompt_len: int, num_tokens: int) -> float:
-        """Return the median of several runs, after one run that is not counted."""
+        """Return the median seconds of several runs. The first run is not counted."""
         count = max(round(count * scale), 1)
         times = []
         for seed in range(1 + repeats):

@@ -70,7 +70,7 @@ class Case:
     tokens: int
     heads: tuple[int, int]
     block_size: int
-    mark: float  # target, in `unit`
+    mark: float  # target of the measured figure, in `unit`
     unit: str
     fp8: bool = False
 
@@ -120,7 +120,7 @@ NEIGHBOURS_MARK = 1 / 1.05
 
 @dataclasses.dataclass(frozen=True)
 class FP8Product:
-    """A GEMM of `rows` rows by an FP8 weight of Llama-3.1-8B."""
+    """The product of `rows` rows and an FP8 weight of Llama-3.1-8B."""
 
     name: str
     width: int
@@ -131,7 +131,8 @@ class FP8Product:
 
     @property
     def mark(self):
-        """Return the target: TB/s of weight reads for few rows, otherwise TFLOP/s."""
+        """Return the target: for few rows the bandwidth of reading the weight in TB/s, otherwise
+        TFLOP/s."""
         if self.rows <= 128:
             return 0.85 * BYTES_PER_SECOND / 1e12
         return 1000.0 if self.in_blocks else 1200.0
@@ -156,7 +157,8 @@ TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
 def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
-    """Return the arguments of an attention op: lists of random queries and pools, and indices.
+    """Return the arguments of an attention op: a list of random queries, a list of random KV cache
+    pools, and indices.
 
     The indices are (block tables, sequence lengths). Blocks are in random order unless `contiguous`
     is true. A pool has at least `least_blocks` blocks.
@@ -251,8 +253,8 @@ def sweep(backend, repeats):
     The rows of a prompt length are printed as soon as they are measured.
     """
     rows = []
-    # All pools have the same size, so that cases with the same prompt lengths share a compiled
-    # kernel.
+    # All KV cache pools have the same size, so that cases with the same prompt lengths share a
+    # compiled kernel.
     least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
     for batch, context, tokens in SWEPT_PROMPTS:
         name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
@@ -291,7 +293,8 @@ def _sweep_rows(cases, seconds):
 
 
 def build_fp8(product, seed=0):
-    """Return FP8 rows with scales, FP8 weights with scales, and an empty tuple.
+    """Return the arguments of FP8 GEMMs: FP8 rows with scales, a list of FP8 weights with scales,
+    and an empty tuple.
 
     The weights together exceed the L2 cache. With block scales, the scales of the rows have the
     shape [groups, rows] in which the quantization kernel stores them. A serving step transposes
@@ -326,7 +329,7 @@ def measure_fp8(product, backend, repeats):
 
     def op(rows, weight):
         (x, x_scale), (values, scale) = rows, weight
-        # If x_scale has one axis, the transposition changes nothing.
+        # If `x_scale` has one axis, transposing it changes nothing.
         return run(x, values, x_scale.T, scale)
 
     seconds = seconds_per_call(op, *build_fp8(product), repeats)

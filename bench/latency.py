@@ -31,21 +31,21 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# On an H200: (milliseconds per decode step of vLLM 0.24, jpaged's target, seconds of the prefill of
-# vLLM 0.24, jpaged's target), by case and model.
+# Maps (case, model) to figures on an H200: milliseconds per decode step of vLLM 0.24, jpaged's
+# target for them, seconds of the prefill of vLLM 0.24, and jpaged's target for them.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
     ("D", "qwen3-0.6b"): (3.73, 2.60, 0.149, 0.130),
     ("D", "llama-3.1-8b"): (7.63, 6.40, 1.507, 1.40),
 }
-# The same numbers for weights and KV cache in FP8, with vLLM 0.26.
+# The same figures as in `REFERENCE` for weights and KV cache in FP8, measured with vLLM 0.26.
 FP8_REFERENCE = {
     ("C", "llama-3.1-8b"): (3.57, 2.50, None, None),
     ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
 }
 
-# The targets on two tensor-parallel GPUs, where vLLM was not measured.
+# jpaged's targets on two tensor-parallel GPUs. vLLM was not measured there.
 REFERENCE_ON_TWO = {
     ("C", "llama-3.1-8b"): (None, 2.60, None, None),
     ("D", "llama-3.1-8b"): (None, 4.00, None, 0.885),
@@ -53,7 +53,8 @@ REFERENCE_ON_TWO = {
 
 
 def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
-    """Return the seconds in which the engine generates `max_tokens` tokens for each prompt."""
+    """Generate `max_tokens` tokens for each prompt, and return the seconds that the engine
+    takes."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()
     engine.generate(prompts, params, use_tqdm=False)

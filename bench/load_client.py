@@ -67,7 +67,7 @@ class Answer(msgspec.Struct):
 
 
 class Share(msgspec.Struct):
-    """The work of one client process."""
+    """Input of one client process: the requests that it sends."""
 
     target: Target
     work: list[Work]
@@ -79,7 +79,7 @@ class Report(msgspec.Struct):
     Attributes:
         answers: Results in the order of `Share.work`.
         busy: Fraction of one processor that the process used while requests were in flight.
-        lags: Seconds by which the event loop was late, for each measurement.
+        lags: For each measurement: the seconds by which the event loop was late.
     """
 
     answers: list[Answer]

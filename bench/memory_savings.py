@@ -83,7 +83,7 @@ def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: i
 
 
 class Savings:
-    """Adds up over steps how many blocks sharing saves."""
+    """Add up over all steps how many blocks sharing saves."""
 
     def __init__(self):
         self.num_logical = self.num_physical = self.num_steps = 0
@@ -155,7 +155,7 @@ def run_simulated(
 def measure(
     engine: Engine | None, workload: Workload, decoding: str, width: int, args: argparse.Namespace
 ) -> dict:
-    """Serve a workload, and return a row of the table with the savings.
+    """Serve a workload, and return a result row with the blocks that sharing saves.
 
     If `engine` is None, run the scheduler without a model.
     """

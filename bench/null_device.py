@@ -8,7 +8,7 @@ from functools import partial, wraps
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,8 @@ TOKEN = 7
 
 
 class Clock:
-    """Measures the seconds of each part of a step; a part's time excludes parts that it calls.
+    """Measure the seconds of each part of a step. The time of a part excludes other parts that it
+    calls.
 
     Several threads may run different parts at the same time, but never the same part.
     """
@@ -89,7 +90,8 @@ def runtime_of(num_seqs: int) -> RuntimeConfig:
 def make_engine(
     runtime: RuntimeConfig, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED
 ) -> Engine:
-    """Create an engine with stub programs and without a tokenizer; `clock` times the parts."""
+    """Create an engine whose compiled programs are stubs, and which has no tokenizer. `clock`
+    measures the time of each part of the host's work."""
     limits = SchedulerConfig(
         runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
     )
@@ -109,8 +111,8 @@ def make_engine(
         memory_account=MemoryAccount(0, 0, 0, 0, None),
         scheduler=scheduler,
         runner=make_runner(runtime, clock),
-        # This engine has no weights.
-        parameters=None,  # pyright: ignore[reportArgumentType]
+        # This engine has no weights to update.
+        parameters=cast(Any, SimpleNamespace(shared_names=())),
     )
     config = EngineConfig(async_scheduling=mode is LoopMode.OVERLAPPED, skip_tokenizer_init=True)
     engine = Engine.from_parts(config, parts)
@@ -139,7 +141,7 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
 
 
 def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) -> Programs:
-    """Return stub programs, whose time `clock` adds to the part "dispatch"."""
+    """Return stub programs. `clock` counts the time of their calls as the part "dispatch"."""
     programs = dict[ProgramName, Callable[..., Any]]()
     sampled = {rows: _sampled(rows) for rows in runtime.buckets.logits_row_sizes}
     for step in PROGRAMS.values():
@@ -157,9 +159,8 @@ def null_programs(runtime: RuntimeConfig, shapes: DeviceShapes, clock: Clock) ->
 
 
 def _run(results: Callable[[dict], Any], made: dict[str, Any], *model: Any, **given: Any) -> Any:
-    """Return the results of a stub program.
-
-    A result is the argument of the same name, if the program has one, or else taken from `made`.
+    """Return the results of a stub program as a dict. If the program has an argument with the name
+    of a result, the result is this argument. Otherwise the result is taken from `made`.
     """
     return results(made | given)
 

@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -> Work:
-    """Return the requests of a case, cut to `max_len` tokens each.
+    """Return the requests of a case. A request with more than `max_len` tokens is shortened.
 
     If `scale` is below 1, return only that fraction of the requests. The seed determines the
     prompts.
@@ -69,7 +69,7 @@ def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -
 
 @dataclass(frozen=True)
 class Setting:
-    """Model and workload, which are the same for all systems."""
+    """The model and the workload, which are the same for all compared systems."""
 
     shape: str
     cases: tuple[str, ...]
@@ -108,7 +108,8 @@ def _engine(at: Setting) -> Engine:
 
 
 class Times(NamedTuple):
-    """Results of one case: seconds of each run after the first, and the last run's tokens."""
+    """Results of one case: the seconds of each run except the first, and the output tokens of the
+    last run."""
 
     seconds: list[float]
     answers: Tokens

@@ -134,8 +134,9 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
         A dict with `ms_a_step`, the milliseconds per step without tracing, and `num_steps`, the
         number of traced steps.
     """
-    # Prefills take less than `warm` steps, and a sequence gains at most one token per step. So when
-    # the sequences have `warm` tokens on average, all prefills and some decode steps are done.
+    # The prefills take less than `warm` steps, and a sequence gains at most one token per step. So
+    # when the sequences have `warm` output tokens on average, the engine has finished all prefills
+    # and some decode steps.
     warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
     burst = engine.runtime_config.num_scheduler_steps
     max_tokens = warm + 2 * num_steps + 8 * burst + 16
@@ -192,7 +193,8 @@ def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -
 def measure(
     engine: Engine, shape: str, form: str, batch: int, args: argparse.Namespace
 ) -> tuple[dict, list[dict]]:
-    """Profile steps of `batch` sequences; return a row for a whole step, and the kernels' rows."""
+    """Profile steps of `batch` sequences. Return one row for the whole step, and one row per
+    kernel."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.prefill:

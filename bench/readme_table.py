@@ -51,7 +51,8 @@ def rows_of(name: str) -> list[dict]:
 
 
 def model_of(row: dict) -> str:
-    """Return the name of a row's model; the row's format and number of GPUs follow, if recorded."""
+    """Return the model name of a row, followed by the row's format and number of GPUs if they are
+    recorded."""
     form = f", {row['format']}" if "format" in row else ""
     return row["model"] + form + (f" on {row['devices']} GPUs" if "devices" in row else "")
 
@@ -91,7 +92,8 @@ def latency() -> str:
 
 
 def _rows_on_more(name: str) -> list[dict]:
-    """Return the rows of a benchmark's tensor-parallel runs, recorded as `<name>_on_<GPUs>`."""
+    """Return the result rows of the tensor-parallel runs of a benchmark. The files have the names
+    `<name>_on_<GPUs>`."""
     counts = [count for count in (2, 4, 8) if path_of(f"{name}_on_{count}").is_file()]
     return [row | {"devices": n} for n in counts for row in rows_of(f"{name}_on_{n}")]
 
@@ -266,7 +268,7 @@ def _figure(number: str) -> str:
     if number in COMPARISONS:
         inside = _compared(number)
         return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
-    # In reverse order, simulated figures come before measured figures.
+    # Sort the file names in reverse order, so that simulated figures come before measured figures.
     paths = sorted(RESULTS.glob(f"paper_{number}_*.json"), reverse=True)
     parts = [_recorded(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     inside = "\n\n".join(parts) or "*Not run yet.*"

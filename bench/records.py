@@ -45,8 +45,8 @@ def record(
         device: Name of the device; None for the first device of this process.
         folder: Folder of the file (bench/results).
         by: Keys that identify a row. If given, new rows replace only the recorded rows with the
-            same values of these keys, so that a part can be measured again. Each row then records
-            its commit.
+            same values of these keys, so that some rows can be measured again without the others.
+            Each row then records its commit.
         more: Settings of the run, which are added to the file.
     """
     path = result_path(name, device, folder)

@@ -25,7 +25,8 @@ PROMPT_LEN, OUTPUT_LEN = 128, 128
 
 
 class Answered(NamedTuple):
-    """Result of a generation: total seconds, and CPU seconds of the engine's thread per step."""
+    """Result of a generation: the total seconds, and the CPU seconds per step of the engine's
+    thread."""
 
     seconds: float
     host_seconds: float

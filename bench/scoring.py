@@ -87,7 +87,7 @@ def measure(
         kinds["scored"] = partial(_score, engine=engine, completion_len=None)
         kinds["completions"] = partial(_score, engine=engine, completion_len=completion_len)
     seeds, times = itertools.count(), {kind: list[float]() for kind in kinds}
-    for repeat in range(1 + repeats):  # The first run of each kind is a warm-up.
+    for repeat in range(1 + repeats):  # The first repetition is a warm-up and is not counted.
         for kind, run in kinds.items():
             prompts = random_prompts([prompt_len] * num_prompts, engine.vocab_size, next(seeds))
             start = time.perf_counter()
@@ -116,7 +116,8 @@ def measure(
 
 def measure_head(shape: str, repeats: int, num_rows: int, vocab_size: int | None) -> list[dict]:
     """Return the times of the output head alone, in microseconds per launch of `num_rows` rows."""
-    # Import the kernel here, because this script also runs with versions of jpaged without it.
+    # Import the kernel here, because the script must also run with older versions of jpaged, which
+    # lack the kernel.
     from pallas_kernels import target_scores
     from pallas_kernels.target_scores import xla
 

@@ -128,8 +128,8 @@ def warn(text: str) -> None:
 def half_of_what_fits(target: Target) -> int:
     """Return half of the maximum sequence length that the server reports at `/models`.
 
-    A prompt and an answer of that many tokens fit the model. The result is at most `MAX_TOKENS`. It
-    is also `MAX_TOKENS` if the server reports no length.
+    A prompt and an answer with this number of tokens fit the model together. The result is at most
+    `MAX_TOKENS`. It is also `MAX_TOKENS` if the server reports no length.
     """
     url = f"{target.url.rstrip('/')}/models"
     try:
@@ -183,7 +183,7 @@ def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
 
 @contextmanager
 def server_of(options: dict) -> Iterator[str]:
-    """Run a server while the context lasts; its engine has these options. Yield the API's URL.
+    """Run a server whose engine has these options until the context ends. Yield the URL of the API.
 
     Raises:
         RuntimeError: the server did not start.

@@ -96,7 +96,8 @@ class AlwaysVerify:
 
 
 def time_tokens(engine: Engine, rows: int, percent: int, num_tokens: int, repeats: int) -> float:
-    """Return the milliseconds per token of one row, in a batch of `rows` rows, without the prefill.
+    """Run a batch of `rows` rows, and return the milliseconds per output token of a row. The time
+    of the prefill does not count.
 
     `percent` is the acceptance rate of drafts.
     """
@@ -171,7 +172,8 @@ def measure_chats(num_drafts: int) -> dict:
         engine.chat(chat, params, use_tqdm=False)
     after = engine.stats()
     num_tokens = after.num_generated_tokens - before.num_generated_tokens - len(chats)
-    num_steps = after.num_steps - before.num_steps - len(chats)  # without one prefill per chat
+    # do not count the prefill step of each chat
+    num_steps = after.num_steps - before.num_steps - len(chats)
     num_drafts_seen = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     return {
@@ -180,7 +182,7 @@ def measure_chats(num_drafts: int) -> dict:
         "drafts": num_drafts,
         "acceptance": round(num_accepted / num_drafts_seen, 2),
         "decode_steps": num_steps,
-        # The tokens of the prefills do not count.
+        # `num_tokens` excludes the first token of each chat, which its prefill samples.
         "tokens_per_step": round(num_tokens / num_steps, 2),
     }
 

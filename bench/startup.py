@@ -41,7 +41,8 @@ from bench.records import print_table, record
 EMBEDDED = "embedded"
 PROMPT = "Count from 1 to 20"
 TIMEOUT_S = 300
-# Seconds until the first token of vLLM 0.24 on an H200: import and start, without reading weights.
+# Maps a model to the seconds until vLLM 0.24 on an H200 returns the first token. The time includes
+# imports and the engine start, but not the reading of weights.
 VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
 TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
@@ -75,7 +76,8 @@ engine.abort_all()
 
 
 class Kind(NamedTuple):
-    """A kind of start: model (a shape or `EMBEDDED`), format (key of `FORMATS`), number of GPUs."""
+    """A process start to measure: the model (a shape or `EMBEDDED`), the format (a key of
+    `FORMATS`), and the number of GPUs."""
 
     model: str
     form: str = "bf16"
@@ -91,7 +93,7 @@ class Kind(NamedTuple):
 
     @property
     def vllm(self) -> int | None:
-        """Seconds until the first token of vLLM, or None if not measured."""
+        """Seconds until vLLM returns the first token, or None if not measured."""
         return VLLM.get(self.model) if self[1:] == ("bf16", 1) else None
 
     @property
@@ -102,7 +104,8 @@ class Kind(NamedTuple):
 
 
 def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
-    """Return the command that starts a process, and write the model's `config.json` to `folder`.
+    """Write the `config.json` of the model to `folder`, and return the command that starts a
+    process.
 
     `cache` is the folder where the process stores compiled programs.
     """
@@ -195,7 +198,8 @@ def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
 
 
 def row(which: str, kind: Kind, figures: dict) -> dict:
-    """Return a result row with the times of a start (`which`: "cold" or "warm") and the target."""
+    """Return a result row with the times of a "cold" or "warm" start, the target in seconds, and
+    whether the start reached the target."""
     limit, seconds = kind.limits[which], figures["first_token_s"]
     marks = {"to_reach": limit, "vllm": kind.vllm, "reached": seconds <= limit}
     first = {"first_token_s": seconds, "processors": os.cpu_count()}

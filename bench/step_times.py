@@ -37,7 +37,8 @@ from pallas_kernels import select_backend
 
 # These kinds of steps need an engine.
 KINDS = ("decode", "prefill", "mixed", "copy", "swap")
-# After `WARM_TURNS` untimed loop iterations, the host runs one step ahead of the device.
+# The first `WARM_TURNS` loop iterations are not timed. After them, the host runs one step ahead of
+# the device.
 WARM_TURNS = 4
 COPIES_IN_A_ROW = 8
 _SWAP_ENTRY_ID = -1
@@ -116,7 +117,8 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
 def time_prompts(
     engine: Engine, prompts: int, length: int, num_steps: int, rows: int = 0, context: int = 0
 ) -> dict | None:
-    """Time a step that computes whole prompts, and one token of each of `rows` sequences.
+    """Time a step that computes whole prompts and one new token for each of `rows` decoding
+    sequences.
 
     Return None if the sequences do not fit in the pool.
     """
@@ -352,7 +354,8 @@ def _measure_all(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
     options: dict = {"max_num_batched_tokens": 2048}
     if "swap" in kinds:
         options |= {"preemption_mode": "swap", "swap_space": args.swap_space}
-    # The device model predicts single steps, and a burst has several steps in one launch.
+    # Disable bursts (several decode steps in one launch), because the device model predicts the
+    # times of single steps.
     engine = make_engine(args.shape, num_scheduler_steps=1, verbose=True, **options)
     yield from measure(engine, sizes, kinds)
 

@@ -102,7 +102,8 @@ UNBOUNDED: dict[str, Any] = {
 
 
 def _endless(schema: dict[str, Any]) -> StructuredOutputs:
-    """Return the spec of an array with so many objects that no answer can be complete."""
+    """Return a structured-output spec: an array of so many objects that no answer can be
+    complete."""
     return StructuredOutputs(json={"type": "array", "items": schema, "minItems": 10_000})
 
 
@@ -111,12 +112,12 @@ FORMS = {"fields": _endless(FIELDS), "unbounded": _endless(UNBOUNDED)}
 
 
 class Size(NamedTuple):
-    """Sizes of the benchmark.
+    """Amount of work of the benchmark.
 
     Attributes:
         rows: Number of batch rows.
-        answers: Number of answers of the table `shares`.
-        max_tokens: Maximum number of tokens of these answers.
+        answers: Number of answers that are generated and validated for the table `shares`.
+        max_tokens: Maximum number of tokens of a validated answer.
         tokens: Number of tokens per row in the other tables.
         repeats: Number of repetitions.
     """
@@ -138,7 +139,8 @@ def published() -> dict[str, Any]:
 
 
 def shares(engine: Engine, size: Size) -> dict[str, Any]:
-    """Return a row of the table `shares`: how many answers end by themselves, are valid, ..."""
+    """Return the row of the table `shares`: how many answers end by themselves, are valid, are cut,
+    and are the beginning of a valid answer."""
     forms = {name: StructuredOutputs(json=schema) for name, schema in published().items()}
     asked = [[*forms][i % len(forms)] for i in range(size.answers)]
     params = [
@@ -203,7 +205,8 @@ def _begins(grammars: GrammarCompiler, form: StructuredOutputs, output: Completi
 
 
 def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """Return the rows of the table `masks`: times until masks are ready, and times of compiling.
+    """Return the rows of the table `masks`: the times until grammar masks are ready, and the times
+    to compile the grammars.
 
     The first pass (`first_..._ms`) creates grammar states, which the second pass (`later_..._ms`)
     reuses.
@@ -218,7 +221,8 @@ def _mask_row(
 ) -> dict[str, Any]:
     ending = frozenset({_end_of(engine)})
     client = MaskWorkerClient(cast(Path, engine.folder), engine.vocab_size, ending)
-    client.submit(StructuredOutputs(choice=["a"]), ending).check()  # starts the mask worker
+    # this starts the mask worker process
+    client.submit(StructuredOutputs(choice=["a"]), ending).check()
     start = time.perf_counter()
     for form in forms:
         client.submit(form, ending).check()
@@ -256,7 +260,7 @@ def _mask_times(
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
-        if ended:  # The mask worker has found only now that these answers are complete.
+        if ended:  # The mask worker process reports completed answers only with the next masks.
             over = {i for i, _ in ended}
             rows = [it for it, i in items if i not in over]
             continue
@@ -320,7 +324,8 @@ def _cases(size: Size) -> dict[str, Case]:
 
 @contextmanager
 def _as_case(engine: Engine, case: str) -> Iterator[None]:
-    """Disable bursts while the context lasts, if the case is `single`."""
+    """If the case is `single`, disable bursts (several decode steps in one launch) until the
+    context ends."""
     runner = engine._runner
     burst_steps = runner.burst_steps
     if case == "single":
@@ -482,7 +487,7 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    # With these keys, the recorded rows of other tables are kept.
+    # The argument `by` keeps the recorded rows of tables that this run does not measure.
     by = ("table", "case", "schemas")
     model = args.shape or "embedded"
     print(record("structured", rows, by=by, model=model, size=size._asdict()))

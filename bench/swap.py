@@ -81,7 +81,8 @@ TINY |= {"num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 2, "num_
 
 
 def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) -> tuple:
-    """Time the swap of `num_blocks` blocks by a method; return a row, and the new state."""
+    """Time the swap of `num_blocks` blocks with a method. Return a result row and the new KV cache
+    state."""
     sizes = chunk_sizes(state.pool, num_blocks)
     way = kind(state, sizes)
     ids, first = [], 1
@@ -108,7 +109,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # All other methods compile a program in the first transfer.
+    if kind is Plain:  # The first transfer of any other method also compiles a program.
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -120,7 +121,7 @@ def measure_ways(
 
     If JAX rejects a method, the row has the error.
     """
-    # Padded chunks may have more blocks than the group.
+    # The pool is larger than the largest group, because padding may add blocks to its chunks.
     num_blocks = 1 + 2 * max(max(sizes.groups), 8)
     rows = []
     for group in sizes.groups:
@@ -201,7 +202,7 @@ def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
 
 
 def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]:
-    """Return rows with the time of a decode step alone, and with a swap in each step."""
+    """Return rows with the time of a decode step without swaps, and with a swap in each step."""
     request = Request.from_prompt(
         "decoding",
         [0] * sizes.context,
@@ -236,7 +237,8 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
 
 
 def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> float:
-    """Return the seconds per step. As in the overlapped loop, the host is one step ahead."""
+    """Return the seconds per step. The host launches each step before the previous step ends, as in
+    the engine's overlapped loop."""
     launch(plans[0]).read()
     launch(plans[1]).read()
     start = time.perf_counter()

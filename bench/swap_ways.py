@@ -18,7 +18,8 @@ from jpaged.runtime.swap import (
 
 
 class Way:
-    """A method to swap chunks of blocks. The base class is the method that the engine uses."""
+    """A method to swap chunks of blocks to the host and back. This base class is the method that
+    the engine uses."""
 
     name = "device_put"
 
@@ -42,7 +43,8 @@ class Way:
 
 
 class OutShardings(Way):
-    """The gather writes its result to the host, and the scatter reads it from there."""
+    """Swap with programs that access host memory: the gather writes its result to the host, and the
+    scatter reads it from there."""
 
     name = "out_shardings"
 
@@ -63,7 +65,8 @@ class OutShardings(Way):
 
 
 class Reused(Way):
-    """The gather writes to the host array of an earlier transfer, which is donated to it."""
+    """Swap like `OutShardings`, but donate the host array of an earlier transfer to the gather, so
+    that the gather writes to its memory."""
 
     name = "donated host array"
 
@@ -90,7 +93,8 @@ class Reused(Way):
 
 
 class Numpy(Way):
-    """`copy_to_host_async` copies to memory that is not pinned."""
+    """Swap with `copy_to_host_async`, which copies the gathered blocks to a NumPy array in host
+    memory that is not pinned."""
 
     name = "copy_to_host_async"
 
@@ -107,7 +111,8 @@ class Numpy(Way):
 
 
 class Plain(Way):
-    """Only the transfer: copies an array, which was gathered before, to pinned memory and back."""
+    """Time only the transfer: copy an array that was gathered before to pinned host memory and
+    back."""
 
     name = "device_put, transfer alone"
 

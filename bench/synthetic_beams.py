@@ -44,7 +44,8 @@ def candidates_of(contexts: np.ndarray, num_candidates: int) -> BeamCandidates:
     logprobs = (
         -_GRID[place][:, None] * np.log(_RANKS[:num_candidates]) - _LOG_TOTALS[place][:, None]
     )
-    # The vocabulary has 2**k tokens, so steps of an odd stride visit each token once.
+    # The vocabulary has 2**k tokens. An index that advances by an odd stride, modulo 2**k, visits
+    # each token once.
     first, stride = mixed % np.uint64(VOCAB_SIZE), (mixed >> np.uint64(20)) | np.uint64(1)
     token_ids = (first[:, None] + stride[:, None] * ranks.astype(np.uint64)) % np.uint64(VOCAB_SIZE)
     return BeamCandidates(token_ids.astype(np.int64), logprobs.astype(np.float32))
@@ -59,7 +60,8 @@ def serve(
     max_model_len: int,
     block_size: int,
 ) -> Iterator[MemoryReport]:
-    """Serve (prompt, number of output tokens) pairs, each as `width` beams or samples.
+    """Serve requests, given as (prompt, number of output tokens). Each request has `width` beams or
+    samples.
 
     The pool has room for all running requests. The function yields the memory report of each step.
     """

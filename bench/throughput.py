@@ -39,14 +39,15 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-# (output tokens per second of vLLM 0.24 on an H200, jpaged's target), by case and model.
+# Maps (case, model) to output tokens per second on an H200: those of vLLM 0.24, and jpaged's
+# target.
 REFERENCE = {
     ("A", "qwen3-0.6b"): (50_900, 80_000),
     ("B", "qwen3-0.6b"): (28_650, 43_000),
     ("A", "llama-3.1-8b"): (15_350, 18_500),
     ("B", "llama-3.1-8b"): (12_450, 15_000),
 }
-# The same numbers for weights and KV cache in FP8, with vLLM 0.26.
+# The same figures as in `REFERENCE` for weights and KV cache in FP8, measured with vLLM 0.26.
 FP8_REFERENCE = {
     ("A", "llama-3.1-8b"): (20_670, 25_000),
     ("B", "llama-3.1-8b"): (None, 19_000),
@@ -166,8 +167,8 @@ def main() -> None:
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
     name += "_expert_parallel" if args.enable_expert_parallel else ""
-    # The rows of a partial or synchronous run are not comparable with recorded rows, so such a run
-    # replaces the whole record.
+    # A run with fewer requests or with the synchronous loop is not comparable with the recorded
+    # rows, so its rows replace all recorded rows.
     by = CASE if args.scale == 1.0 and not args.synchronous else ()
     print(record(name, rows, by=by, **asked, **sampling_options(args)))
 

@@ -25,7 +25,8 @@ MIB = 2**20
 
 
 def params(index: int) -> SamplingParams:
-    """Return sampling parameters of request `index`; they use all features that need memory.
+    """Return the sampling parameters of request `index`, which use all features that need device
+    memory.
 
     The first `SCORED_PROMPTS` requests also ask for log-probabilities of their prompts.
     """

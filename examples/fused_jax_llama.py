@@ -38,7 +38,7 @@ def make_model(config: dict) -> JaxModel:
 
 
 def fuse(weights: dict[str, jax.Array], config: dict) -> dict:
-    """Return the parameters of `forward`, which are made from the tensors of a checkpoint."""
+    """Build the parameters of `forward` from the tensors of a checkpoint, and return them."""
     layers, head_size = [], config["head_dim"]
     for i in range(config["num_hidden_layers"]):
         p = {name.removeprefix(f"model.layers.{i}."): it for name, it in weights.items()}

@@ -34,11 +34,11 @@ from jpaged.config import EMBEDDED_MODEL
 
 PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
 MAX_LEN = 160  # tokens of a prompt and its answer; a token is a byte
-CLIP = 0.2  # largest change of a token's probability ratio that the loss rewards
+CLIP = 0.2  # the loss rewards no larger change of the ratio (new / old probability of a token)
 
 
 class Sample(NamedTuple):
-    """An answer to a prompt, and the log-probability that each token was sampled with."""
+    """An answer to a prompt, and the log-probability with which each token was sampled."""
 
     prompt: list[int]
     tokens: list[int]
@@ -46,7 +46,8 @@ class Sample(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Means over the answers of a step, largest differences, and the seconds of each part."""
+    """Results of a training step: means over the answers, the largest differences of
+    log-probabilities, and the seconds of each part."""
 
     reward: float
     exact: float
@@ -56,10 +57,11 @@ class StepResult(NamedTuple):
 
 
 class CausalAttention:
-    """The `step` of a forward over one whole sequence, without a KV cache."""
+    """Replace the object `step` that the engine passes to a model's `forward`. Compute attention
+    over one whole sequence, without a KV cache."""
 
     def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Return the causal attention of every token to the tokens before it."""
+        """Return causal attention: every token attends to itself and to the tokens before it."""
         del layer
         return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
@@ -87,7 +89,8 @@ def make_samples(output: RequestOutput) -> Iterator[Sample]:
 
 
 def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens [B, L], whether tokens[:, 1:] were sampled, and their log-probabilities."""
+    """Return three arrays: tokens [B, L]; whether each token of tokens[:, 1:] was sampled; and the
+    log-probabilities of the sampled tokens."""
     tokens = np.zeros((len(samples), MAX_LEN), np.int32)
     is_sampled = np.zeros((len(samples), MAX_LEN - 1), bool)
     logprobs = np.zeros((len(samples), MAX_LEN - 1), np.float32)
@@ -106,7 +109,7 @@ def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iter
     engine = Engine(None, dtype="float32", max_model_len=MAX_LEN, **options)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4))
 
-    def logprobs_of(params, tokens):  # of tokens[1:]
+    def logprobs_of(params, tokens):  # log-probabilities of tokens[1:]
         hidden = model.forward(params, tokens, jnp.arange(len(tokens)), CausalAttention())
         logprobs = jax.nn.log_softmax(model.logits(params, hidden)[:-1])
         return jnp.take_along_axis(logprobs, tokens[1:, None], axis=-1)[:, 0]

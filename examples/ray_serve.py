@@ -131,7 +131,7 @@ class Replica:
             raise RuntimeError("the engine does not respond: Ray will replace the replica")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metrics on which the autoscaling policy `scale` depends."""
+        """Return the metrics that the autoscaling policy `scale` reads."""
         stats = self._serving.engine.stats
         if stats is None:
             return {"num_requests_waiting": 0, "busy": 0}
@@ -145,7 +145,7 @@ class Replica:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has computed the longest prefix of the prompt."""
+    """Choose the replica that has computed the longest prefix of a request's prompt."""
 
     def initialize_state(self, max_extra_load: int) -> None:
         """Initialize the router; Ray calls this once with `request_router_kwargs`."""
@@ -206,7 +206,7 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 class Front:
-    """Reads HTTP requests, and sends each to a replica."""
+    """Read HTTP requests, and send each request to a replica."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int):
         self._replicas = replicas
@@ -235,8 +235,8 @@ class Front:
         except RayActorError:
             return error_response(_gone())
         if request.method == "GET" and request.url.path == "/metrics" and status == 200:
-            # The replica has accepted the API key. Return the metrics of all replicas instead of
-            # its answer.
+            # The replica has accepted the API key. Return the metrics of all replicas, instead of
+            # the answer of this replica.
             answer.cancel()
             return await self._metrics()
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
@@ -320,8 +320,8 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         request_router_config=RequestRouterConfig(**router),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        # When Ray stops a replica, it sends no new requests to it, and waits so many seconds until
-        # the running requests end.
+        # When Ray stops a replica, Ray sends it no new requests. Ray then waits at most this number
+        # of seconds for the running requests to end.
         graceful_shutdown_timeout_s=flags.serve.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
@@ -399,7 +399,7 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
             flush=True,
         )
         ended.wait()
-    finally:  # also if the deployment failed
+    finally:  # do this even if the deployment failed
         serve.delete(APP)
 
 

@@ -52,8 +52,8 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
     text = bytes(asked.messages) or bytes(asked.prompt)
     digest = hashlib.blake2b(b"%d:%b%b" % (len(owner), owner, bytes(asked.cache_salt))).digest()
     digests = []
-    # Leave out a partial last piece: in a longer prompt with the same prefix, the piece at this
-    # place would have another digest.
+    # Leave out a partial last piece, because a longer prompt with the same prefix would have a
+    # longer piece there, with another digest.
     for start in range(0, min(len(text) - PIECE + 1, MAX_PIECES * PIECE), PIECE):
         piece = text[start : start + PIECE]
         digest = hashlib.blake2b(digest + piece, digest_size=16).digest()
@@ -62,11 +62,12 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
 
 
 class PrefixMemory:
-    """Remembers the prompt prefixes that were sent to each replica.
+    """Remember which replicas have received which prompt prefixes. A prompt is a sequence of pieces
+    of equal length. A digest identifies the prefix that ends with a piece.
 
     Args:
-        max_pieces: Maximum number of digests. The least recently used digests are evicted first, as
-            in a replica's prefix cache.
+        max_pieces: Maximum number of prompt pieces that are remembered. The least recently used
+            pieces are forgotten first, as in the prefix cache of a replica.
     """
 
     def __init__(self, max_pieces: int = 1 << 18):
@@ -103,10 +104,10 @@ class PrefixMemory:
         return sorted(loads, key=order)
 
     def note(self, pieces: Sequence[bytes], replica: str) -> None:
-        """Record that a prompt with these pieces was sent to a replica."""
+        """Record that a prompt with these digests (from `pieces_of`) was sent to a replica."""
         self._turn += 1
         self._last_turn[replica] = self._turn
-        # In reverse order, so that longer prefixes are evicted before shorter ones.
+        # Iterate in reverse order, so that longer prefixes are evicted before shorter ones.
         for piece in reversed(pieces):
             self._holders.setdefault(piece, set()).add(replica)
             self._holders.move_to_end(piece)
@@ -122,7 +123,8 @@ class PrefixMemory:
                 del self._holders[piece]
 
     def _num_known(self, pieces: Sequence[bytes], loads: Mapping[str, int]) -> Counter[str]:
-        """Return for each replica how many pieces, from the first one on, it knows."""
+        """Return for each replica how many of the first pieces of the prompt it has received
+        before."""
         known = Counter[str]()
         holders = set(loads)
         for piece in pieces:

@@ -182,7 +182,8 @@ def _run(
     if options.get("model"):
         from jpaged.models.checkpoint import check_model
 
-        check_model(options["model"])  # reports an unusable model before JAX is imported
+        # Raises an error for an unusable model before JAX is imported.
+        check_model(options["model"])
 
     from jpaged import Engine
 

@@ -322,7 +322,7 @@ class EngineConfig(Options):
     )
     max_model_len: int | None = integer(
         None,
-        low=2,  # a sequence needs one prompt token and one output token
+        low=2,  # a sequence has at least one prompt token and one output token
         help="maximum number of tokens in prompt and answer; unset: limit of model and pool",
         group=_MODEL_GROUP,
     )

@@ -50,6 +50,8 @@ class CompletionOutput:
             token or another cause ended the answer.
         score: Score that ranks the answers of a beam search: `cumulative_logprob` divided by the
             number of tokens to the power `length_penalty`. None for a sample.
+        weight_versions: Which weights made which tokens, as pairs (version, index in `token_ids` of
+            the first token of this version). See `Engine.update_weights`.
     """
 
     index: int
@@ -60,6 +62,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
+    weight_versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -108,12 +111,14 @@ class CompletionScore:
             before it, from the unchanged logits.
         is_greedy: For each token, whether no other token is more probable at its position.
         num_cached_tokens: Number of prompt tokens whose KV came from the prefix cache.
+        weights_version: Version of the weights; see `Engine.update_weights`.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     is_greedy: list[bool]
     num_cached_tokens: int = 0
+    weights_version: int = 0
 
     @property
     def cumulative_logprob(self) -> float:
@@ -139,6 +144,7 @@ class TextDelta:
             token, by token id; None unless requested.
         request_id: Id of the request.
         index: Index of the answer, as in `CompletionOutput`.
+        weight_versions: As in `CompletionOutput`, with indices in the `token_ids` of this delta.
     """
 
     text: str
@@ -148,6 +154,7 @@ class TextDelta:
     logprobs: list[dict[int, Logprob]] | None = None
     request_id: str = ""
     index: int = 0
+    weight_versions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, request_id: str, answer: CompletionOutput) -> "TextDelta":
@@ -160,6 +167,7 @@ class TextDelta:
             logprobs=None if answer.logprobs is None else list(answer.logprobs),
             request_id=request_id,
             index=answer.index,
+            weight_versions=answer.weight_versions,
         )
 
     def __str__(self) -> str:

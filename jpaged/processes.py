@@ -132,7 +132,8 @@ class Child:
                     process_group=0 if is_group_leader else None,
                     env={**os.environ, **(extra_env or {})},
                 )
-            except BaseException:  # includes KeyboardInterrupt; a closed channel ends the child
+            # Also on KeyboardInterrupt, close the channel, which ends the child.
+            except BaseException:
                 self.sock.close()
                 raise
 
@@ -154,9 +155,10 @@ class Child:
         """
         if os.getpid() != self._parent_pid:
             return False
-        if self.process.returncode is None:  # the id of an ended child may have a new owner
+        # Do not use the id of a child that has ended: another process may have it.
+        if self.process.returncode is None:
             if self._is_group_leader:
-                with suppress(ProcessLookupError):  # raised if the whole group has ended
+                with suppress(ProcessLookupError):  # the error means that the whole group has ended
                     os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()
@@ -208,7 +210,7 @@ def receive(sock: socket.socket, received_fds: list[int] | None = None) -> bytes
             header, new_fds, _, _ = socket.recv_fds(sock, LENGTH_HEADER.size, 1, socket.MSG_WAITALL)
             received_fds += new_fds
         return _receive(sock, LENGTH_HEADER.unpack(header)[0]) if header else None
-    except ConnectionError:  # the peer closed the channel before it had read everything
+    except ConnectionError:  # the peer has closed the channel before it read everything
         return None
 
 
@@ -282,7 +284,7 @@ class MessageSocket:
                 del self._outgoing[: self._sock.send(self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # the peer is gone; `receive` reports this
+        except OSError:  # the peer has ended, which `receive` reports
             self._outgoing.clear()
 
     def _read_available(self) -> None:

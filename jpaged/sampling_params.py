@@ -120,7 +120,8 @@ def _format_value(value: object) -> str:
     return repr(value)
 
 
-@no_type_check  # `Options` checks types; a runtime type checker would reject `temperature=0`
+# `Options` checks the types. A runtime type checker would reject `temperature=0`, an int.
+@no_type_check
 @dataclass(frozen=True)
 class SamplingParams(Options, group="how tokens are chosen"):
     """Parameters that control how the tokens of a request are chosen, and when an answer ends.

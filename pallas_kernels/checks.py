@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.types import FP8, FP8_PAIR_DTYPE, KVScales
 
-FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # of activations and weights
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # dtypes of activations and weights
 POOL_DTYPES = (*FLOAT_DTYPES, FP8_PAIR_DTYPE)
 MAX_BLOCK_SIZE = 256
 
@@ -96,7 +96,7 @@ def resolve_pool_scales(kv, scales):
 
 
 def check_partials(name, array, axes, dtype, **sizes):
-    """Check split-K partials, which have the dtype of their sum or float32.
+    """Check an array of split-K partials. Its dtype must be that of the sum, or float32.
 
     Args:
         name: Name of the parameter, for the error message.

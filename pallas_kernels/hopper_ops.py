@@ -34,7 +34,8 @@ _POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
 # `_DYNAMIC_INDEX` tells LLVM's `getelementptr` that an index is an operand.
 _DYNAMIC_INDEX = -(1 << 31)
 
-# Tiles of 8 rows of 128 bytes for 2-byte dtypes, as tensor cores and the copy engine need them.
+# Layout of shared memory for 2-byte dtypes: tiles of 8 rows of 128 bytes, as tensor cores and the
+# copy engine need them.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -139,14 +140,46 @@ def run_inline(body, *arguments, arg_types):
     """
 
     def run(_, *given):
-        values = []
-        for value, arg_type in zip(given, arg_types, strict=True):
-            convert = pointer if isinstance(arg_type, plgpu.RefType) else thread_elements
-            values.append(scalar(value) if arg_type is SCALAR_LAYOUT else convert(value))
-        body(*values)
+        body(*_thread_values(given, arg_types))
         return ()
 
     plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=())(run)(*arguments)
+
+
+def _thread_values(given, arg_types):
+    """Return the arguments of an `inline_mgpu` body as `run_inline` converts them."""
+    values = []
+    for value, arg_type in zip(given, arg_types, strict=True):
+        convert = pointer if isinstance(arg_type, plgpu.RefType) else thread_elements
+        values.append(scalar(value) if arg_type is SCALAR_LAYOUT else convert(value))
+    return values
+
+
+def map_elements(body, array, *arguments, arg_types, layout, dtype):
+    """Return an array of the results of `body` for each element of an array, in the same layout.
+
+    Args:
+        body: Function that emits the code for one element: it takes the element and the arguments,
+            and returns a `Value`.
+        array: The int32 array, in `layout`.
+        arguments: Further arguments of `body`, converted as `run_inline` does.
+        arg_types: Types of the arguments.
+        layout: Layout of the array and of the result.
+        dtype: Dtype of the result, int32 or float32.
+    """
+
+    def run(_, elements, *given):
+        values = _thread_values(given, arg_types)
+        is_signed = True if dtype == jnp.int32 else None
+        return elements.foreach(
+            lambda element, _: body(Value(element), *values).ir,
+            create_array=True,
+            is_signed=is_signed,
+        )
+
+    result = plgpu.ShapeDtypeStruct(array.shape, dtype, layout=layout)
+    inline = plgpu.inline_mgpu(arg_types=(layout, *arg_types), return_type=result)
+    return inline(run)(array, *arguments)
 
 
 def thread_index() -> Value:
@@ -339,6 +372,11 @@ def store(space: str, address: Value, words: list[Value]):
     """
     names, suffix = _vector_operand(1, len(words))
     ptx(f"st.{space}{suffix}.b32 [$0], {names};", address, *map(bitcast_to_int32, words))
+
+
+def load_float(address: Value) -> Value:
+    """Load a float32 from global memory that the kernel does not write."""
+    return ptx("ld.global.nc.f32 $0, [$1];", address, out=[float32()], pure=True)[0]
 
 
 def load_shared(address: Value) -> Value:

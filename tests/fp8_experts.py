@@ -71,7 +71,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _scales(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales as the file stores them, and a scale for each number."""
+    """Return random scales as the file stores them, and an array with the scale of each number."""
     if kind == "tensor":
         scale = np.abs(weight).max().reshape(1) / np.float32(448)
         return scale, np.broadcast_to(scale[None], weight.shape)
@@ -106,7 +106,7 @@ def write_checkpoint(
         if not name.endswith("proj.weight"):
             continue
         scale, scales = _scales(value, kind)
-        # Rounding a scale to bfloat16 can give quotients above 448.
+        # A scale that was rounded to bfloat16 can give quotients above 448, the largest FP8 number.
         narrow = np.clip(value / scales, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         wide[name] = narrow.astype(np.float32) * scales
         if kind != "loaded":
@@ -132,7 +132,7 @@ def save(folder: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray]) -
 
 
 def edit(folder: Path, change: Any) -> None:
-    """Rewrite the tensors of a checkpoint."""
+    """Change the tensors of a checkpoint, and save the checkpoint again."""
     # The safetensors package cannot return FP8 tensors as numpy arrays.
     tensors = {it.name: read_rows(it, slice(None)) for it in read_tensor_infos(folder)}
     change(tensors)

@@ -125,8 +125,8 @@ def models_page() -> str:
             "`max_position_embeddings` if that is more.\n",
             "Every chosen expert computes its tokens: experts have no capacity limit. On a "
             "GPU, [kernels](kernels/experts.md) compute the experts: kernels for Hopper GPUs if "
-            "the weights have 2 bytes and the sizes are multiples of 64, else portable ones. XLA "
-            "computes experts in FP8. On "
+            "the weights have 2 bytes and the sizes are multiples of 64, else portable "
+            "ones. Experts in FP8 have kernels for GPUs with FP8 support. On "
             "several devices, each device holds a shard of the width of every expert, or whole "
             "experts with `--enable-expert-parallel`. Use the option if the devices cannot split "
             "the width of an expert.\n",
@@ -250,7 +250,8 @@ def rewrite_links(markdown: str, source: str, page: str) -> str:
         elif (ROOT / path).exists():
             return text if "`" in text else f"`{path}`" if text == path else f"{text} (`{path}`)"
         else:
-            return found[0]  # The link is broken, and the strict build of the site reports it.
+            # Leave a broken link unchanged: the strict build of the site reports it.
+            return found[0]
         relative = posixpath.relpath(path, posixpath.dirname(page) or ".")
         return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 

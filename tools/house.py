@@ -73,7 +73,8 @@ class Import:
 
 @dataclass
 class Step:
-    """The functions that one decode step calls, their modules, and the numbers of calls."""
+    """What one decode step calls: the functions, their modules, the number of calls, and the number
+    of changes of module."""
 
     functions: set[CodeType] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
@@ -193,7 +194,8 @@ def strongly_connected(graph: Graph) -> list[frozenset[str]]:
 
 
 def import_cycles(graph: Graph) -> list[list[str]]:
-    """Return the groups of several nodes that reach each other."""
+    """Return the import cycles: groups of two or more nodes, each of which reaches all others of
+    the group."""
     return [sorted(group) for group in strongly_connected(graph) if len(group) > 1]
 
 
@@ -212,7 +214,7 @@ def longest_chain(graph: Graph) -> int:
 def upward_imports(imports: Iterable[Import]) -> list[Import]:
     """Return the imports by which a component imports a component of a higher layer.
 
-    Also return the imports by or of components that are missing in `LAYERS`.
+    Also return imports in which the importing or the imported component is missing in `LAYERS`.
     """
     layer = {name: level for level, names in enumerate(LAYERS) for name in names}
     found = []
@@ -230,7 +232,7 @@ def top_level_files(root: Path = ROOT) -> list[str]:
 
 
 def private_accesses(files: Mapping[str, Path], root: Path = ROOT) -> list[str]:
-    """Return the uses of jpaged's private names in `tests/`, each as "file:line: name"."""
+    """Return each use of a private name of jpaged in `tests/`, as "file:line: name"."""
     known = {name for file in files.values() for name in _private_names(file)}
     found = []
     for file in sorted((root / "tests").rglob("*.py")):
@@ -317,7 +319,8 @@ def _is_part(code: CodeType) -> bool:
 
 
 def main() -> None:
-    """Print the definitions and the counts."""
+    """Print numbers that describe the structure of the code, such as dependencies, cycles and
+    lines, with their definitions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

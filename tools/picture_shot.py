@@ -23,7 +23,7 @@ MOST_BYTES = 200_000
 
 @contextmanager
 def server():
-    """Run a server while the context lasts; yield its URL."""
+    """Start a server, and yield its URL. Stop the server when the context ends."""
     command = [sys.executable, "-m", "jpaged.serve", "--port", "0", "--dashboard-show-text", *FLAGS]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -65,7 +65,7 @@ def pose(page: Any) -> None:
         if not page.evaluate("jpaged.player.waiting.length"):
             sys.exit("no block copy was seen: run the tool again")
         page.keyboard.press(".")
-        page.wait_for_timeout(300)  # In 300 ms, the page draws the step.
+        page.wait_for_timeout(300)  # The page needs at most 300 ms to draw the step.
     block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
     page.evaluate(f"jpaged.grid.select({block}, true)")
     page.wait_for_timeout(1500)

@@ -121,7 +121,8 @@ def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
 
 
 class _Adapting:
-    """Adapts the schemas of one document, and collects the definitions to which they refer."""
+    """Adapt the schemas of one document, and collect the definitions to which these schemas
+    refer."""
 
     def __init__(self, document: Any, *, excluding: bool):
         self._document, self._excluding = document, excluding
@@ -131,8 +132,8 @@ class _Adapting:
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
         """Return a schema that a grammar can enforce.
 
-        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Only its
-        strings get bounds then, because the enclosing schema gets the others.
+        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Then only
+        strings get bounds here, because the enclosing schema gets the bounds of all other types.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}
@@ -178,7 +179,7 @@ class _Adapting:
         """Return a reference to the adapted definition; first adapt the definition if necessary."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
-            # The entry ends the recursion if the schema refers to itself.
+            # This entry ends the recursion if the definition refers to itself.
             self.definitions[name] = {}
             found = self._document
             for step in pointer.partition("#")[2].split("/")[1:]:
@@ -203,7 +204,7 @@ def _kind_of(own: Mapping[str, Any]) -> str | None:
 
 
 def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords to add, so that values of the given types have bounds."""
+    """Return the keywords to add to a schema, so that values of the given types have bounds."""
     if "enum" in own or "const" in own:
         return {}
     found: dict[str, Any] = {}

@@ -60,9 +60,8 @@ def model_of(shape: str, form: str) -> ModelConfig:
 
 
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
-    """Return the recipes of all programs that an engine of the shape compiles.
-
-    The function allocates no arrays.
+    """Return the compilation inputs (`Recipe`) of all programs that an engine of the model shape
+    compiles. The function allocates no arrays.
     """
     model = model_of(shape, form)
     options: dict[str, Any] = AS_VLLM | FORMATS[form]
@@ -82,7 +81,8 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
-    """Return the recipe of one program for each distinct set of GEMMs."""
+    """Choose one program for each distinct set of GEMMs, and return the compilation inputs
+    (`Recipe`) of these programs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
         if recipe.gemm_key is not None:
@@ -91,7 +91,8 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return {digest of the weights of one device: sorted numbers of rows of the GEMMs}."""
+    """Return a dict from a digest of the weights of one device to the sorted numbers of rows in its
+    GEMMs."""
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)
@@ -102,7 +103,8 @@ def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[
 def measure(
     shape: str, cache: str, path: Path, record: GemmRecord, num_devices: int = 1, form: str = "bf16"
 ) -> GemmRecord:
-    """Let XLA measure the GEMMs one by one, then start an engine to measure everything else.
+    """Let XLA autotune the GEMMs one by one. Then start an engine, so that XLA autotunes everything
+    else.
 
     Returns:
         `record` with the new results added. The function also writes it to `path`.

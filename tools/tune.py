@@ -26,7 +26,8 @@ from tools.tune_programs import Override
 from tools.tune_sweep import Outcome, sweep
 
 TABLES = Path(tuning.__file__).parent / "tuned"
-SWEPT = "swept"  # A table has notes about the sweeps under this key. No code reads the notes.
+# A table of tuned parameters has notes about its sweeps under this key. No code reads the notes.
+SWEPT = "swept"
 
 
 def candidates(op: Op) -> list[Override]:
@@ -104,7 +105,7 @@ def main() -> None:
         op = OPS[name](args.head_size, args.dtype)
         outcomes = sweep(op, candidates(op), backend)
         report(op, outcomes)
-        # There are no outcomes if the op has no parameters on this device.
+        # The list of outcomes is empty if the op has no launch parameters on this device.
         if args.write and outcomes:
             table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
             write(path, merge(table, op, outcomes, datetime.date.today()))

@@ -29,7 +29,7 @@ Made = tuple[Any, tuple]
 
 @dataclass(frozen=True)
 class Case:
-    """An op with inputs of one size.
+    """A benchmark case: an op with inputs of one size.
 
     Attributes:
         make: Function that takes a seed and returns (state, arguments).
@@ -65,9 +65,8 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax
 def _attention_inputs(
     batch: int, context: int, tokens: int, heads: tuple[int, int], head_size: int, dtype: str
 ) -> Callable[[int], Made]:
-    """Return the function `make` of a case: `batch` sequences with `context` cached tokens each.
-
-    Each sequence also has `tokens` new tokens; 0 means a decode step.
+    """Return a function `make` for `Case`. It makes `batch` sequences with `context` cached tokens
+    each. Each sequence also has `tokens` new tokens; 0 means a decode step.
     """
     seq_len = context + tokens
     width = -(-seq_len // BLOCK_SIZE)

@@ -23,7 +23,8 @@ Override = Mapping[str, int]
 
 @contextmanager
 def using(op: Op, override: Override) -> Iterator[list]:
-    """While the context lasts, change the op's launch parameters as if the table had `override`.
+    """Until the context ends, change the launch parameters of the op as if its tuned table
+    contained `override`.
 
     The override applies to the whole process, so only one candidate can be traced at a time.
 
@@ -69,7 +70,8 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
     state, arguments = shapes_of(case)
     count = num_calls(case)
 
-    # The jit lets JAX trace and lower the function once for all calls. XLA inlines the calls.
+    # Because of the inner `jit`, JAX traces and lowers the function once for all calls. XLA inlines
+    # the calls.
     @jax.jit
     def run(state, arguments):
         return case.run(state, *arguments, backend=backend)

@@ -171,8 +171,8 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # A candidate replaces fields of the heuristic's configurations, so its configurations
-            # are known without tracing.
+            # A candidate replaces fields of the configurations that the heuristic chose, so the
+            # configurations of a candidate are known without tracing.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
                 known[planned], _ = self._lower_one(case, build, trial.override)
@@ -213,7 +213,8 @@ class Sweep:
                 seconds = self.clock(self._compiled[key], inputs)
             except Exception as error:
                 self.faults[key] = _reason(error)
-                inputs = Inputs.of(case)  # The failed program has consumed the states.
+                # The failed program has consumed (donated) the states, so make new ones.
+                inputs = Inputs.of(case)
             else:
                 self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 
@@ -230,7 +231,7 @@ def compare_results(case: str, given: list, expected: list, tolerance: float) ->
     for one, other in zip(given, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         worst = float(np.max(np.abs(one - other) / (1 + np.abs(other)), initial=0.0))
-        if not worst <= tolerance:  # also true for NaN
+        if not worst <= tolerance:  # the negation makes the condition true for NaN
             raise ValueError(f"wrong results in {case!r}: off by {worst:.3g}")
 
 

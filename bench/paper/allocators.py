@@ -133,7 +133,7 @@ class OrcaMax(BlockManager):
         super().__init__(num_blocks, block_size)
         self.max_model_len = max_model_len
         self.ranges = BuddyAllocator(num_blocks - 1)
-        self.reservations: dict[int, Reservation] = {}  # keys are sequence ids
+        self.reservations: dict[int, Reservation] = {}  # maps sequence ids to reservations
         most = self.num_blocks_for(max_model_len)
         if 1 << _order_of(most) > self.ranges.longest:
             raise ValueError(
@@ -146,7 +146,8 @@ class OrcaMax(BlockManager):
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether the request already has a range, or a long enough range is free."""
+        """Return whether the request already has a reserved range, or a long enough range is
+        free."""
         if first.seq_id in self.reservations:
             return True
         return self.ranges.fits(self.num_blocks_for(self.num_reserved_slots(first.request)))
@@ -208,7 +209,8 @@ class OrcaMax(BlockManager):
         raise ValueError("contiguous systems do not swap: single blocks cannot be assigned")
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Check the ranges too: they cover each block once, and contain the block tables."""
+        """Check that the free and reserved ranges cover each block exactly once, and that each
+        range contains the blocks of its block table."""
         sequences = list(sequences)
         super().check_integrity(sequences)
         taken = [(r.first_block - 1, r.num_rounded_blocks) for r in self.reservations.values()]
@@ -319,8 +321,8 @@ class TokenStates(NamedTuple):
         reserved: Empty slots that the requests which hold them will fill.
         internal: Held slots that are never filled, because the reservation is too long, or because
             the last block is partly empty.
-        external: Slots by which the buddy allocator rounds up a range, and free slots that are too
-            few for a waiting request.
+        external: Slots that the buddy allocator adds when it rounds a range up, and free slots
+            while a request waits because they are too few.
         free: Free slots while no request waits for memory.
     """
 

@@ -55,7 +55,7 @@ ALL_REDUCE_SECONDS = 10e-6
 
 
 class StepWork(NamedTuple):
-    """Numbers of tokens, keys and rows that a step computes.
+    """The amount of work of one step: numbers of sequences, tokens, keys and rows.
 
     Attributes:
         decode_seqs: Sequences with one token.
@@ -148,17 +148,18 @@ class Coefficients:
     layer: float = 1e-5
     bandwidth: float = 4e12
     rate: float = 7e14
-    joint: float = 2.0  # exponent p of `join`
+    joint: float = 2.0  # exponent p of the function `join`
     kv_bandwidth: float = 4e12
     prefill_rate: float = 3e14
-    element: float = 1e-12  # The unit is seconds per row and per unit of the hidden size.
+    element: float = 1e-12  # `element` is in seconds per row and per element of the hidden state
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10
     kv_slowdown: tuple[tuple[int, float], ...] = ()  # pairs (block size, factor)
 
     def slowdown(self, block_size: int) -> float:
-        """Return the factor in `kv_slowdown` of the recorded block size nearest to this one."""
+        """Return the factor by which reading keys and values takes longer with this block size. The
+        factor is that of the nearest recorded block size."""
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)
@@ -356,7 +357,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 _STEP_KINDS = {"decode", "prefill", "mixed"}
-# A row of the kind "swap" is a transfer out and back in.
+# A row of the kind "swap" has the time of a swap-out and the swap-in of the same blocks.
 _SWAP_KINDS = {"swap", "swap_out", "swap_in"}
 _KERNEL_KINDS = {"attention"}
 _MODELLED_KINDS = _STEP_KINDS | _SWAP_KINDS | _KERNEL_KINDS

@@ -149,11 +149,12 @@ class EngineWorkload(Workload):
     ):
         super().__init__(trace, system, num_samples, beam_width, True)
         self._vocab_size = vocab_size
-        # Generated tokens by stream and by position in the stream.
+        # Maps a token stream to its generated tokens, by their position in the stream.
         self._answers: dict[int, dict[int, int]] = {}
 
     def arrive(self, index: int) -> list[tuple[str, list[int], SamplingParams]]:
-        """Record an arrival; return (id, prompt, parameters) for each request to add.
+        """Record that a request of the trace has arrived. Return (id, prompt, parameters) of each
+        request to add to the engine.
 
         Systems that share no blocks get one request per sample or beam.
         """

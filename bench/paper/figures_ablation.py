@@ -193,8 +193,8 @@ def figure_18b(settings: Settings) -> Figure:
             label = f"{TITLES[workload]}, {rates[workload]:.3g} req/s"
             axes.plot(sizes, ys, "o-", color=colour, label=label)
         report.log_blocks(axes, sizes)
-        # With large blocks, short requests waste so much memory that the server is overloaded, and
-        # the latency is a hundred times higher.
+        # Use a logarithmic axis: with large blocks, short requests waste so much memory that the
+        # server is overloaded, and the latency is a hundred times higher.
         axes.set(ylabel="normalised latency, s/token", yscale="log")
         axes.legend()
         report.footnote(canvas, f"OPT-13B, {device_of(settings)}")

@@ -128,7 +128,7 @@ def figure_1(settings: Settings) -> Figure:
 
 
 def figure_2(settings: Settings) -> Figure:
-    """Show what each system's KV slots hold while requests wait for memory."""
+    """Show how many KV slots of each system are in each state while requests wait for memory."""
     cases = [Case(workload, system) for workload in DATASETS for system in (*ORCAS, "ours")]
     found = dict(zip(cases, saturate_all(cases, settings), strict=True))
     rows: list[dict[str, Any]] = []
@@ -269,7 +269,7 @@ def figure_15(settings: Settings) -> Figure:
         for is_beam in (False, True)
         for width in widths
     ]
-    # Use a quarter of the requests, because each has up to six sequences.
+    # Use a quarter of the usual number of requests, because each request has up to six sequences.
     fewer = dataclasses.replace(settings, saturation=-(-settings.saturation // 4))
     rates = [SHARING_FRACTION * full.rate for full in saturate_all(cases, fewer)]
     jobs = list(zip(cases, rates, strict=True))
@@ -294,7 +294,8 @@ def figure_15(settings: Settings) -> Figure:
             groups = [f"{TITLES[w].split('-')[0]}\n{n}" for w in DATASETS for n in widths]
             kind = "beam" if is_beam else "parallel"
             papers = dict(zip(WIDTHS, SAVED["alpaca", kind], strict=True))
-            # For this dataset the paper gives only the savings of the smallest and largest width.
+            # For ShareGPT, the paper gives the savings only for the smallest and the largest number
+            # of samples or beams.
             ends: dict[int, float] = dict(
                 zip((WIDTHS[0], WIDTHS[-1]), SAVED_RANGE["sharegpt", kind], strict=True)
             )

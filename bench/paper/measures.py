@@ -241,8 +241,9 @@ def _latency_alone(case: Case, settings: Settings) -> float:
     is_simulated = settings.how == "simulated"
     count = 10 if settings.quick else 200 if is_simulated else 20
     trace = make_trace(case.workload, 10.0, count / 10, settings.seeds[0], settings)
-    # Requests should not overlap. In a simulation, a long gap between arrivals costs no time. On a
-    # device the gap is 1 s, so requests that take longer do overlap.
+    # The requests should run one at a time. In a simulation, a long gap between arrivals costs no
+    # time. On a device the gap is 1 s, so a request that takes longer than 1 s overlaps with the
+    # next one.
     gap = 1e4 if is_simulated else 1.0
     spread = [dataclasses.replace(r, arrival=gap * i) for i, r in enumerate(trace)]
     return _serve(case, spread, settings, None).normalized_latency
@@ -324,7 +325,8 @@ _sustained: dict[tuple[Case, Settings], Sustained] = {}
 
 
 def _sustain(settings: Settings, case: Case) -> Sustained:
-    """Run `sustain`. On a device, append the rate to `settings.keep`: a search takes minutes."""
+    """Run `sustain`. On a device, append the rate to the file `settings.keep`, because a search
+    takes minutes."""
     found = sustain(case, settings)
     if settings.how == "measured" and settings.keep is not None:
         line = json.dumps([dataclasses.asdict(case), _how(settings), dataclasses.asdict(found)])
@@ -346,7 +348,7 @@ def _read_sustained(fields: dict[str, Any]) -> Sustained:
 
 
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
-    """Return jpaged's sustained rates in simulation, with traces of the same length.
+    """Return the request rates that jpaged sustains in simulation, with traces of the same length.
 
     Figures with a fixed rate use a fraction of the simulated rate, also on a device, because a
     search in real time would take hours. The figure `agreement` shows how close the simulation is.
@@ -393,7 +395,7 @@ def sustain(case: Case, settings: Settings) -> Sustained:
         threshold, first = simulated.threshold, simulated.rate
         first_step = 1 + settings.tolerance
     for seed in settings.seeds:
-        # A run stops when it is certain to exceed the threshold.
+        # A run stops early when its mean latency is certain to exceed 1.01 times the threshold.
         latency_at = partial(_latency, case, seed, settings, 1.01 * threshold)
         guess = statistics.median(rates) if rates else first
         step = 1 + settings.tolerance if rates else first_step
@@ -474,7 +476,8 @@ def search(
 
 
 def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None:
-    """Return the rate at which a curve first exceeds `level`, by interpolation; None if nowhere."""
+    """Return the rate at which a curve first exceeds `level`, by interpolation between its points.
+    Return None if the curve never exceeds `level`."""
     before: tuple[float, float] | None = None
     for rate, latency in curve:
         if latency >= level:
@@ -488,7 +491,8 @@ def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None
 
 @cache
 def _device(shape: str, server: str) -> DeviceModel:
-    """Return the device model of a server: an H200 for 13B models, else the paper's GPUs."""
+    """Return the device model of a server. 13B models run on an H200, larger models on the GPUs of
+    the paper."""
     gpu, num_gpus = GPUS[server]
     return device_model(shape, gpu, num_gpus)
 

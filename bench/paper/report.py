@@ -201,7 +201,7 @@ def draw_bars(
     colours: Mapping[str, str],
     number: str = "{:.1f}",
 ) -> None:
-    """Draw groups of bars, with a number at each bar. A value of None has no bar."""
+    """Draw groups of bars, with a number at each bar. For a value of None, draw no bar."""
     width = 0.8 / len(series)
     for place, (name, values) in enumerate(series.items()):
         at = [i + (place - (len(series) - 1) / 2) * width for i in range(len(groups))]

@@ -188,7 +188,7 @@ def simulate(
 
 
 class Workload:
-    """Converts the requests of a trace to requests for the scheduler, and records their progress.
+    """Convert the requests of a trace to requests for the scheduler, and record their progress.
 
     Attributes:
         trace: The R requests of the trace.
@@ -216,8 +216,8 @@ class Workload:
         self.prefix_caching = prefix_caching
         self._seq_ids = count()
         self._num_left = [0] * len(trace)
-        # Sums over finished requests, and over unfinished requests that have arrived. They give a
-        # lower bound of the mean latency.
+        # One sum is over finished requests, the other over unfinished requests that have arrived.
+        # Both together give a lower bound of the mean latency.
         self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
 
     @property
@@ -275,7 +275,8 @@ class Workload:
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """Record that one of the `num_apart` requests of request `index` of the trace has ended."""
+        """Record the end of a scheduler request. Request `index` of the trace consists of
+        `num_apart` scheduler requests."""
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]
@@ -308,7 +309,7 @@ def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
 
 
 class Padding:
-    """Computes the `StepWork` of a plan, padded to the engine's buckets."""
+    """Compute the `StepWork` of a step plan, padded to the buckets of the engine."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
@@ -356,7 +357,7 @@ class _MemorySample(NamedTuple):
 
 
 class Tally:
-    """Collects sums and means over the steps of a scheduler.
+    """Collect sums and means over the steps of a scheduler.
 
     Attributes:
         seconds: Total time of the steps.
@@ -373,15 +374,18 @@ class Tally:
         self.num_steps = self.num_computed = self.num_recomputed = 0
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
-        # Slots in each state times seconds, by whether a request waits for memory.
+        # Time integrals of the number of slots in each state, in slot-seconds: the key True counts
+        # time during which a request waits for memory, the key False all other time.
         self._looked = {True: np.zeros(5), False: np.zeros(5)}
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0
-        # `_seen` is the latest memory sample since the last call of `spend`.
+        # `_seen` is the latest `_MemorySample` since the last call of `spend`, or None.
         self._seen: _MemorySample | None = None
-        # By sequence id: number of computed tokens after the sequence's last non-decode step.
+        # Maps a sequence id to the number of computed tokens after the last prefill step of the
+        # sequence.
         self._prompt_ends: dict[int, int] = {}
-        # By sequence id: number of computed tokens that the sequence lost in a preemption.
+        # Maps a sequence id to the number of computed tokens that the sequence lost in a
+        # preemption.
         self._lost: dict[int, int] = {}
 
     def note(self, plan: StepPlan) -> None:

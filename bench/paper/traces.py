@@ -202,8 +202,8 @@ def chat(
     """
     _check_positive(rate=rate, seconds=seconds)
     source = source or of_dataset("sharegpt")
-    # Leave out conversations that begin earlier than this many seconds before the trace: at most
-    # e**-5 of them still run at time 0.
+    # Leave out conversations that begin more than this many seconds before the trace. At most e**-5
+    # of these conversations still run at time 0.
     lead = 5 * MEAN_ROUNDS * MEAN_PAUSE_S
     rng = np.random.default_rng([seed, 2])
     begins = _arrivals(rate / MEAN_ROUNDS, seconds + lead, np.random.default_rng([seed, 0])) - lead
@@ -272,7 +272,8 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the times of a Poisson process below `seconds`; another rate scales the same times."""
+    """Return the event times of a Poisson process, up to `seconds`. With another rate, the same
+    random times are scaled."""
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()

@@ -56,7 +56,8 @@ def prepare(work: Workload):
 
 
 def tile_of(function, arguments) -> tuple[int, int]:
-    """Return the numbers of queries and of keys of a tile, read from the traced kernel.
+    """Return the number of queries and the number of keys of a tile. The function reads these sizes
+    from the traced kernel.
 
     The last GEMM of the kernel multiplies the softmax weights [queries, keys] by the values.
     """

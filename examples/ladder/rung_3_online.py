@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from examples.ladder import rung_2_two_pass
-from examples.ladder.rung_2_two_pass import prepare, scores_of_block  # unchanged from rung 2
+
+# this function is the same as in rung 2
+from examples.ladder.rung_2_two_pass import prepare, scores_of_block
 from examples.ladder.workload import Cost, Workload, main
 
 TITLE = "3 online softmax over blocks"

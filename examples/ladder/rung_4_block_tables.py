@@ -24,7 +24,7 @@ TITLE = "4 batched through block tables"
 def prepare(work: Workload):
     """Return padded queries, the pools, block tables [B, M] padded with 0, and token indices.
 
-    The token indices are the sequence and the position of each token.
+    The token indices are two arrays: the sequence of each token and the position of each token.
     """
     width = max(map(len, tables := work.block_tables()))
     tables = np.array([table + [0] * (width - len(table)) for table in tables])

@@ -84,7 +84,7 @@ class Cost(NamedTuple):
     num_slots: int
     # At most `scores_at_once` scores are in memory at a time; for a kernel, in one program.
     scores_at_once: int
-    # The products q . k and p . v take a multiplication and an addition per element.
+    # The dot products q . k and p . v take one multiplication and one addition per element.
     flops_per_pair: int = 4 * HEAD_SIZE
 
     @property

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--length", type=int, default=2048, help="maximum number of tokens in a sequence (2048)"
     )
     args = parser.parse_args(argv)
-    # Importing these modules is slow, and --help works without them.
+    # Import these modules here: the imports are slow, and --help works without them.
     from jpaged.models.checkpoint import check_model
     from jpaged.terminal.session import format_error
 

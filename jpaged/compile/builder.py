@@ -27,14 +27,14 @@ class ThreadSettings:
     """JAX settings of the thread that creates this object. `run` applies the settings in another
     thread.
 
-    Only settings that JAX lets a thread override are included.
+    Includes only settings that JAX can override in a single thread.
     """
 
     def __init__(self):
         self._values = _read_thread_settings()
 
     def run(self, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Call `work` in the current thread with these settings, and return the result."""
+        """Call `work` in the current thread with the stored JAX settings, and return the result."""
         current = _read_thread_settings()
         with ExitStack() as stack:
             for name, value in self._values.items():
@@ -95,7 +95,8 @@ class ProgramBuilder:
         self._measurers = ThreadPoolExecutor(_NUM_MEASURING_THREADS)
         self._futures: dict[ProgramName, Future[Any]] = {}
         self._loaded: set[ProgramName] = set()
-        self._last_lookup = local()  # whether JAX's cache had the thread's last program
+        # Whether the program that the thread looked up last was in JAX's cache.
+        self._last_lookup = local()
         self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
@@ -108,7 +109,8 @@ class ProgramBuilder:
         self._closed = True
         jax.monitoring.unregister_event_listener(self._note_lookup)
         pools = self._tracer, self._compilers, self._measurers
-        for wait_for in (False, True):  # cancel the work of all pools before waiting for any
+        # First cancel the work of all pools, then wait for each pool.
+        for wait_for in (False, True):
             for pool in pools:
                 pool.shutdown(wait=wait_for, cancel_futures=True)
 
@@ -179,7 +181,7 @@ class ProgramBuilder:
 
     def _compile_for_workspace(self, recipe: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, recipe.lower)
-        # Do not use the thread pool `_compilers`: all its threads may be waiting in
+        # Compile in other threads than those of `_compilers`, which may all be waiting in
         # `_compile_when_allowed` until this recipe is compiled.
         return self._submit(self._measurers, self._compile, recipe, traced)
 

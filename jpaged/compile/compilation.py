@@ -1,6 +1,6 @@
 """Choose an engine's sizes and build its programs while the engine starts.
 
-`jpaged.engine` imports no other module of `jpaged.compile`.
+This is the only module of `jpaged.compile` that `jpaged.engine` imports.
 """
 
 import os
@@ -86,7 +86,8 @@ class Compilation:
             self._stack = ExitStack()
             return
         jobs = []
-        if folder is not None:  # workers can read only a checkpoint
+        # The workers need a checkpoint, from which they read the model's sizes.
+        if folder is not None:
             model_options = {
                 "tie_word_embeddings": plan.config.tie_word_embeddings,
                 "kv_cache_dtype": plan.config.kv_cache_dtype,
@@ -124,7 +125,7 @@ class Compilation:
         return self._builder.programs()
 
     def _run_sizing(self) -> SizingResult:
-        # `workspace` starts the workers if it has to compile a program.
+        # If `Sizing.workspace` has to compile a program, it starts the worker processes.
         sizing, start = self._sizing, self._workers.start
         return sizing.fit(sizing.workspace(self._builder, self._shared, start))
 
@@ -136,11 +137,11 @@ class Compilation:
     def _report_progress(self, done: int, total: int) -> None:
         """Report the number of compiled programs after every tenth program and after the last.
 
-        Do not report a number lower than a reported one. After the last program, also report the
-        number of programs that were loaded from the cache of an earlier start.
+        Never report a lower number than before. After the last program, also report the number of
+        programs that were loaded from the cache of an earlier start.
         """
-        # With workers, this process loads the workers' programs from JAX's cache. These programs
-        # count as compiled, not as loaded.
+        # This process loads programs that its workers have compiled from JAX's cache. The report
+        # counts such programs as compiled, not as loaded.
         num_loaded = 0 if self._workers.processes else self._builder.num_loaded
         num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
         if num_compiled > self._num_reported and (is_last or num_compiled % 10 == 0):
@@ -151,16 +152,16 @@ class Compilation:
 
 
 def is_autotuned(device: Any, split: SplitModel, sizing: Sizing) -> bool:
-    """Install the shipped measurements for a device, and return whether XLA needs no others for the
-    matrix products of steps.
+    """Install the shipped GEMM measurements for a device, and return whether XLA needs no further
+    measurements.
 
-    XLA needs no other measurements on a CPU, or if the shipped measurements cover all row counts of
-    the steps.
+    XLA needs no further measurements on a CPU, or if the shipped measurements cover all matrix
+    products of the steps.
 
     Args:
         device: One of the engine's devices.
         split: The model, or its shapes.
-        sizing: Sizing of the engine. It has the row counts of the steps.
+        sizing: Sizing of the engine, which determines the row counts of the matrix products.
     """
     record = install_gemm_record(device)
     return device.platform == "cpu" or record.covers(split.shard_leaves, sizing.gemm_row_counts)

@@ -62,8 +62,8 @@ NO_AUTOTUNING: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_
 
 
 class Compiler:
-    """Compiles lowered programs. XLA measures every matrix product for which it finds no
-    measurement."""
+    """Compiles lowered programs. While XLA compiles, it measures each matrix product that has no
+    stored measurement."""
 
     key = ""
     """Name of the compiler, for `ProgramBuilder.workspace`. Different compilers make different
@@ -83,8 +83,8 @@ class AutotuningCompiler(Compiler):
     """Compiles programs whose matrix products have no shipped measurements.
 
     Before the first program with a new number of rows is compiled, its matrix products are measured
-    in separate programs. A lock in the folder lets only one process measure at a time, so that
-    measurements do not slow each other down.
+    in separate programs. A lock file in `folder` lets only one process measure at a time:
+    concurrent measurements would slow each other down.
 
     If XLA fuses a matrix product differently in the compiled program, XLA measures the fusion
     again. This second measurement is less exact.
@@ -100,8 +100,8 @@ class AutotuningCompiler(Compiler):
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
-        # Paths of the files that `_measure` creates to mark what has been measured. If the folder
-        # is read-only, there are no files, and this set prevents a second measurement.
+        # Paths of the marker files that `_measure` creates after a measurement. If the folder is
+        # read-only, no file can be created, and this set alone prevents repeated measurements.
         self._measured: set[Path] = set()
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
@@ -122,11 +122,12 @@ class AutotuningCompiler(Compiler):
         with self._lock:
             if done in self._measured:
                 return
-            if self._folder is None:  # XLA keeps the measurements in memory
+            if self._folder is None:  # without a folder, XLA keeps its measurements in memory
                 measure_gemms(self._model, part, rows, self._backend)
             elif not done.exists():
                 with _measurement_lock(self._folder):
-                    if not done.exists():  # another process may have measured during the wait
+                    # Another process may have measured while this one waited for the lock.
+                    if not done.exists():
                         measure_gemms(self._model, part, rows, self._backend)
                         with suppress(OSError):
                             done.touch()
@@ -156,11 +157,13 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
         arguments, bound = (split.shard_leaves, *inputs), split.bind(step)
-        if model.config.tensor_parallel_size > 1:  # the model's all-reduces need a mesh
+        # The all-reduces in the model need a mesh, here of one device.
+        if model.config.tensor_parallel_size > 1:
             arguments = jax.tree.map(to_global, arguments)
             bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
-        if "stablehlo.dot" in lowered.as_text():  # else jpaged's kernels compute the product
+        # Skip programs without a dot operation: a kernel of jpaged computes their product.
+        if "stablehlo.dot" in lowered.as_text():
             lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1
     return num_compiled
@@ -175,8 +178,8 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
     """Yield functions that compute the matrix products of one layer of each kind, such as dense and
     sparse.
 
-    Where a step adds a bias or the residual to a product, the function does so too, because XLA
-    fuses the addition with the product and measures the fusion.
+    The functions also add the biases and residuals that a step adds to a product, because XLA fuses
+    such an addition with the product and measures the fusion.
     """
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
@@ -202,8 +205,9 @@ def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: 
 
 @contextmanager
 def _measurement_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder, so that no other process measures. After `MAX_WAIT_S` seconds,
-    or if the lock file cannot be created or locked, continue without the lock."""
+    """Hold a lock file in `folder`, so that no other process measures at the same time. After
+    `MAX_WAIT_S` seconds, or if the lock file cannot be created or locked, continue without the
+    lock."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "measuring.lock").open("w")
@@ -212,20 +216,21 @@ def _measurement_lock(folder: Path) -> Iterator[None]:
         return
     with lock:
         until = time.monotonic() + MAX_WAIT_S
-        with suppress(OSError):  # the file system may not support locks
+        with suppress(OSError):  # some file systems do not support locks
             while time.monotonic() < until:
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 time.sleep(0.02)
-        yield  # closing the file releases the lock
+        yield  # leaving the `with` block closes the file, which releases the lock
 
 
 class GemmRecord(msgspec.Struct, frozen=True):
     """XLA's measurements of matrix products on one kind of device.
 
     Attributes:
-        rows: Measured numbers of rows by model. The keys are results of `weights_digest`.
+        rows: For each model, the row counts whose matrix products were measured. The keys are
+            results of `weights_digest`.
         results: Contents of XLA's files of measurements, by path in XLA's folder. In JSON, the
             contents are base64.
     """
@@ -238,7 +243,7 @@ class GemmRecord(msgspec.Struct, frozen=True):
 
         Args:
             leaves: The model's parameters, or their shapes.
-            rows: Numbers of rows of the matrix products.
+            rows: Row counts of the matrix products.
         """
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
@@ -252,12 +257,12 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
     Args:
         model: The model, or its shapes.
         backend: Implementation of the kernels.
-        has_gemm_record: Whether XLA needs no measurements for the matrix products, because a record
-            has them or because the device is a CPU.
+        has_gemm_record: Whether XLA has nothing to measure, because a record covers the matrix
+            products or the device is a CPU.
 
     Returns:
-        A `Compiler` or an `AutotuningCompiler`. A user's model always gets a `Compiler`, with which
-        XLA measures all matrix products.
+        A `Compiler` or an `AutotuningCompiler`. For a user's model, the result is always a
+        `Compiler`.
     """
     if has_gemm_record or not isinstance(model, Decoder):
         return Compiler()
@@ -284,9 +289,9 @@ def _digest(*facts: Any) -> str:
 def install_gemm_record(device: Any) -> GemmRecord:
     """Copy the shipped measurements for a device to the folder in which XLA keeps its measurements.
 
-    Existing files of the folder are kept. XLA finds a measurement by the properties of the device
-    and the text of the matrix product. XLA uses the measurement only if the version of cuBLAS is
-    the recorded version, and measures all other matrix products.
+    Existing files in the folder are not replaced. XLA finds a measurement by the properties of the
+    device and the text of the matrix product. XLA uses a measurement only if the version of cuBLAS
+    is the recorded version. It measures all other matrix products itself.
 
     Returns:
         The installed record; an empty record if there is no record for the device, or if XLA has no
@@ -339,7 +344,7 @@ def _cublas_version() -> str:
     for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-    return "system"  # CUDA was not installed from PyPI
+    return "system"  # cuBLAS was not installed from PyPI, so its version is unknown
 
 
 def autotuning_folder(cache: Path) -> Path:

@@ -30,7 +30,7 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A stored program for a worker to compile. JSON can represent every field.
+    """A stored program that a worker must compile, sent as JSON.
 
     Attributes:
         name: Name of the program, as text.
@@ -45,7 +45,7 @@ class LoweredProgram:
     options: dict[str, str]
 
     def compile(self) -> None:
-        """Compile the program, so that JAX's cache has its executable.
+        """Compile the program, which stores the executable in JAX's cache.
 
         The lowered text is that of `Recipe.lower`, so that the engine finds the executable.
         """
@@ -105,7 +105,7 @@ class LoweredPool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Return False: the workers start in `iter_compiled`, which gives them programs."""
+        """Return False, because no worker runs yet: `iter_compiled` starts the workers."""
         return False
 
     def iter_compiled(
@@ -176,7 +176,7 @@ class LoweredPool:
             self._messages.put((worker, None))
 
     def _take_compiled(self, waiting: list[dict[str, Recipe]], *, block: bool) -> Iterator[Recipe]:
-        """Yield the recipes that the workers have reported, and those of an ended worker."""
+        """Yield the recipes that workers have reported, and all recipes of ended workers."""
         try:
             while True:
                 worker, message = self._messages.get(block=block)
@@ -197,12 +197,13 @@ class LoweredPool:
 
 
 def _send(child: Child, record: object) -> None:
-    with suppress(OSError):  # the worker has ended; its listener reports that
+    # The worker has ended; the thread that listens to the worker reports this.
+    with suppress(OSError):
         send(child.sock, to_json(record))
 
 
 def main(sock: socket.socket) -> None:
-    """Run a worker process: compile the programs that the parent sends, and report each.
+    """Run a worker process: compile the programs that the parent sends, and report each program.
 
     Args:
         sock: Channel to the parent, which sends `EngineSettings` first, then `LoweredProgram`s.

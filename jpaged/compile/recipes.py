@@ -37,8 +37,8 @@ from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
 # By default, JAX refuses to export programs with these kernel calls, because another version of JAX
-# may be unable to load them. Allow the calls, because only the version of JAX that exported a
-# program loads it.
+# may be unable to load such programs. Here, the same version of JAX exports and loads a program, so
+# allow these calls.
 ALLOWED_KERNEL_CALLS = [
     export.DisabledSafetyCheck.custom_call(target)
     for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
@@ -145,7 +145,8 @@ class Recipe:
         return self.lower(exported).compile(dict(self.options))
 
     def with_unique_name(self) -> "Recipe":
-        """Return this recipe with a unique name, so that JAX's cache cannot have the program.
+        """Return this recipe with a unique name, so that the program is compiled and not loaded
+        from JAX's cache.
 
         Use the result to read the memory analysis of the compiled program. A program from the cache
         may have no memory analysis.
@@ -157,7 +158,8 @@ class Recipe:
         return self._with_function(exported.call, exported.fun_name).jitted_step
 
     def _with_function(self, function: Callable, name: str) -> "Recipe":
-        @wraps(self.function)  # keeps the names of the arguments, which `donate` contains
+        # `wraps` keeps the names of the arguments: `jax.jit` donates arguments by name.
+        @wraps(self.function)
         def run(*arguments, **keywords):
             return function(*arguments, **keywords)
 
@@ -223,7 +225,7 @@ for _kind in (KVState, LayerKV, RowTokens, SampleInputs, SampledTokens, Sampling
 
 
 class Recipes:
-    """Recipes of all programs of an engine: every step in `PROGRAMS` with all its keys.
+    """Recipes of all programs of an engine: one for each step in `PROGRAMS` and key of the step.
 
     Args:
         split: The model, or its shapes.
@@ -293,7 +295,7 @@ class Recipes:
             arguments,
             keywords,
             donate=tuple(result for result in step.results if result in step.arguments),
-            # On a CPU, XLA measures no matrix products.
+            # On a CPU, XLA does not measure matrix products, so no key is needed.
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,
@@ -329,8 +331,8 @@ class Recipes:
         return ((step.name, key) for step in steps for key in step.keys(config, shapes))
 
     def _value_shape(self, name: str, sizes: ProgramSizes) -> Any:
-        """Return the shape of a step's input or result. Return None for a result that is not in
-        `INPUT_SHAPES`: every device has a complete copy of such a result."""
+        """Return the shape of a step's input or result. Return None if the value is not in
+        `INPUT_SHAPES`. Such a value is a result that is replicated on every device."""
         return (
             INPUT_SHAPES[name](self._config, self._shapes, sizes) if name in INPUT_SHAPES else None
         )

@@ -80,11 +80,11 @@ MAX_BURST_WEIGHT_BYTES = 5 * 10**9
 about this number of bytes (at 4 TB/s) in the 1.3 ms that the host takes to launch a step. With more
 weights, a step takes the device longer than the host, so bursts do not help."""
 
-# The host takes about 1.3 ms to launch a step. A step of a small model can take only 0.7 ms, so
-# bursts keep the device busy.
+# The host takes about 1.3 ms to launch a step, but the device may take only 0.7 ms to run a step of
+# a small model. Bursts of steps keep the device busy.
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, num_scheduler_steps=4)
-# On a CPU, few cores compile the programs, and other processes need the memory too. Matrix products
-# on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
+# A CPU machine has few cores to compile programs, and other processes need its memory. Matrix
+# products on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
 CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -132,12 +132,13 @@ class Sizing:
         device = devices[0]
         self._model, self._num_devices = model.shard(len(devices)), len(devices)
         self._weight_bytes = per_device_bytes(split.leaves)
-        # The parameters of a user's model are on the device already. They count as weights, not as
+        # The parameters of a user's model are on the device already. Count them as weights, not as
         # memory of other programs.
         loaded = per_device_bytes([it for it in split.leaves if isinstance(it, jax.Array)])
         limits = [limit + loaded for it in devices if (limit := _memory_limit(it)) is not None]
         self._device_limit = min(limits, default=None)
-        if self._weight_bytes > self._max_bytes:  # raise the error before any weights are loaded
+        # Raise the error before weights are loaded, which takes long.
+        if self._weight_bytes > self._max_bytes:
             can_split = self._device_limit is not None and isinstance(model, ModelConfig)
             more = ", or more devices (tensor_parallel_size)" if can_split else ""
             raise ValueError(
@@ -156,19 +157,18 @@ class Sizing:
         has_peers = not model.batch_invariant and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
-        # The size of the pool also limits the number of blocks in host memory, but is not known
-        # yet.
+        # This number is preliminary: the size of the pool, which is not known yet, may lower the
+        # number of blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))
 
     @property
     def _host_block_bytes(self) -> int:
-        """Number of bytes of host memory for one swapped block, with the shards of all devices."""
+        """Number of bytes of host memory for one swapped block, summed over all devices."""
         return self._num_devices * self._block_bytes
 
     @property
     def gemm_row_counts(self) -> set[int]:
-        """Numbers of rows of the matrix products, for all programs that compute the scheduler's
-        plans."""
+        """Row counts of the matrix products in the engine's programs."""
         limits, shapes = self._limits, self._minimal_pool_shapes
         keys = [(step, key) for step in PLAN_PROGRAMS for key in step.keys(limits, shapes)]
         return {step.sizes(limits, key)["num_tokens"] for step, key in keys}
@@ -179,8 +179,7 @@ class Sizing:
         shared_calls: SharedCalls,
         start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
-        """Return the number of bytes of temporaries and new outputs of the largest step; 0 on a
-        CPU.
+        """Return the size in bytes of the largest step's temporaries and new outputs; 0 on a CPU.
 
         If the number is not stored yet, the step is compiled. At the same time, the compilation of
         programs that do not depend on the pool begins.
@@ -192,7 +191,7 @@ class Sizing:
                 runs. If no worker runs, the builder compiles the programs that do not depend on the
                 pool.
         """
-        if self._device_limit is None:  # on a CPU, the workspace is not limited
+        if self._device_limit is None:  # on a CPU, no memory is reserved for the workspace
             return 0
         recipes = Recipes(self._split, self._minimal_pool_shapes, self._limits, shared_calls)
 
@@ -271,8 +270,9 @@ class Sizing:
         return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
-        """Return the number of bytes of the logits of all steps of a burst, for a burst whose steps
-        are launched one by one."""
+        """Return the number of bytes of logits that one burst of steps produces. If the host
+        launches the steps of a burst one by one, the logits of all steps are in memory at the same
+        time."""
         limits = self._limits
         rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
@@ -306,7 +306,8 @@ class Sizing:
             return self._fit_blocks(config.kv_cache_memory_bytes)
         if account.limit is not None:
             return min(self._fit_blocks(account.limit - account.total), MAX_BLOCKS)
-        # On a CPU, other programs need the memory too. Allocate only what the sequences can use.
+        # On a CPU, other programs share the memory. Allocate at most the blocks that `max_num_seqs`
+        # sequences can use.
         useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
         return min(self._fit_blocks(CPU_KV_CACHE_BYTES), useful)
 
@@ -393,7 +394,7 @@ def resolve_limits(
 
 
 def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> RuntimeConfig:
-    """Return `limits` with the size of the pool, and `max_model_len` lowered if necessary.
+    """Return `limits` with the size of the pool set, and with `max_model_len` lowered if necessary.
 
     A sequence of `max_model_len` tokens must fit in the empty pool. Otherwise the sequence could
     never run.

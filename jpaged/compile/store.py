@@ -52,8 +52,8 @@ class ProgramStore:
 
     Args:
         folder: Folder of the store; created by the first write.
-        dependencies: Object on which all programs of an engine depend, in addition to code, shapes
-            and JAX. The digest contains its `repr`.
+        dependencies: Object whose `repr` becomes a part of the name of every stored file: all
+            programs depend on this object, in addition to code, shapes and JAX.
         device: Device that the programs run on.
     """
 
@@ -79,14 +79,14 @@ class ProgramStore:
             return None
         try:
             return export.deserialize(bytearray(payload))
-        except Exception as error:  # JAX raises many types of errors for an invalid file
+        except Exception as error:  # JAX raises errors of many types if a stored file is invalid
             warnings.warn(
                 f"a stored program cannot be loaded, and is traced again: {error}", stacklevel=2
             )
             return None
 
     def save(self, key: str, exported: export.Exported) -> None:
-        """Store a program. If this fails, warn, and store no further programs."""
+        """Store a program. If the write fails, warn, and store no further programs."""
         if not self._can_save:
             return
         try:
@@ -96,7 +96,7 @@ class ProgramStore:
             warnings.warn(f"programs are not stored: {error}", stacklevel=2)
 
     def load_or_compute(self, key: str, compute: Callable[[], int]) -> int:
-        """Return the number stored under `key`. If the number is missing, call `compute`, and store
+        """Return the number stored under `key`. If no number is stored, call `compute`, and store
         the result."""
         payload = self._read(key)
         if payload is not None and payload.isdigit():
@@ -108,7 +108,7 @@ class ProgramStore:
 
     def prune(self, max_bytes: int = MAX_STORE_BYTES) -> None:
         """Delete the least recently used files until the store has at most `max_bytes`."""
-        with suppress(OSError):  # another process may delete files too
+        with suppress(OSError):  # another process may have deleted the file
             found = [(file.stat(), file) for file in self._folder.iterdir()]
             excess = sum(stat.st_size for stat, _ in found) - max_bytes
             for stat, file in sorted(found, key=lambda item: item[0].st_mtime):
@@ -174,9 +174,9 @@ def traced_modules() -> list[str]:
 def jax_settings() -> dict[str, Any]:
     """Return the values of JAX's settings in this thread, by name.
 
-    Settings on which no program depends are left out: settings of caches, and options of the device
-    client. One of these options is the fraction of the device memory, on which programs do depend;
-    `device_memory_bytes` returns the resulting memory instead.
+    The result does not contain settings of caches or options of the device client, because programs
+    do not depend on them. One exception is the client's fraction of device memory:
+    `device_memory_bytes` returns the memory that results from this fraction.
     """
     values = jax.config.values.items()
     return {
@@ -203,7 +203,8 @@ def _describe_environment(device: Any) -> str:
     }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    # Some kernels launch one thread block per core, and a shared device may have fewer cores.
+    # The number of cores matters because some kernels launch one thread block per core. A shared
+    # device may have fewer cores than other devices of its kind.
     cores = getattr(device, "core_count", None)
     chip = (
         client.platform,
@@ -241,7 +242,7 @@ def _module_parts(module: ModuleType) -> Iterator[bytes]:
 
 
 def _constant_parts(value: object) -> Iterator[bytes]:
-    """Yield the bytes to hash for a constant, such as a table of records."""
+    """Yield the bytes to hash for a module's constant, such as a dict or a tuple."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key).encode()
@@ -265,9 +266,9 @@ def _value_part(value: object) -> bytes:
         value = value.fget
     function = inspect.unwrap(value) if callable(value) else value
     if isinstance(function, FunctionType):
-        return marshal.dumps(
-            function.__code__, 2
-        )  # format 2: later formats have back references, which vary between runs
+        # Version 2 of the marshal format: later versions have back references, which vary between
+        # runs.
+        return marshal.dumps(function.__code__, 2)
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
 

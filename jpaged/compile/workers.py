@@ -56,7 +56,7 @@ sizes the pool at the same time."""
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What one worker has to do. Every field can be represented in JSON.
+    """Instructions for one worker process, sent as JSON.
 
     Attributes:
         cache_dir: The engine's `compilation_cache_dir`.
@@ -105,7 +105,8 @@ class CompileJob:
 def select_worker_recipes(
     recipes: Iterable[Recipe], worker_index: int, num_workers: int
 ) -> list[Recipe]:
-    """Return the programs that one worker compiles. All workers take about equally long.
+    """Return the programs that one worker compiles. The programs are distributed so that all
+    workers take about equally long.
 
     Programs that share kernels form a group, such as all sampling levels of one batch size. Each
     group goes to the worker with the lowest total of estimated compile times.
@@ -200,7 +201,7 @@ def run_compile_job(
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of JAX in the engine's process, for a worker. JSON can represent every field.
+    """JAX settings of the engine's process, which a worker receives as JSON.
 
     Attributes:
         jax_settings: See `CompileJob`.
@@ -217,14 +218,14 @@ class EngineSettings:
 
 
 def apply_settings(settings: EngineSettings | CompileJob) -> None:
-    """Apply the settings of JAX that the engine's process has."""
+    """Apply the JAX settings of the engine's process."""
     for name, value in settings.jax_settings.items():
         if jax.config.values.get(name) != value:
             jax.config.update(name, value)
-    jax.config.update(
-        "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # cache also programs that compile fast
-    # The engine's process has reserved its fraction of the device memory already.
+    # By default, JAX does not cache programs that compile fast.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Do not preallocate device memory: the engine's process has already reserved the configured
+    # fraction of the memory.
     client_options = settings.client_options | {"preallocate": False}
     jax.config.update("jax_pjrt_client_create_options", client_options)
 
@@ -240,28 +241,29 @@ def main(sock: socket.socket) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore SIGTERM
     os.nice(NICENESS)
-    gc.disable()  # a trace has millions of objects, so collections are slow
+    gc.disable()  # tracing creates millions of objects, so garbage collections are slow
     exit_with_parent(sock)
     code = 0
     try:
-        job = from_json(receive(sock) or b"", CompileJob)  # raises if the channel is closed
+        # Raises an error if the channel is closed.
+        job = from_json(receive(sock) or b"", CompileJob)
         for name in run_compile_job(job, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
     except Exception as error:
         code = 1
         with suppress(OSError):
             send(sock, to_json({"failed": f"{type(error).__name__}: {error}"}))
-    os._exit(code)  # skip the normal exit, which would wait for other threads
+    os._exit(code)  # exit without waiting for other threads
 
 
 def to_json(record: object) -> bytes:
-    """Return a record as JSON. Strings are escaped to ASCII, because a path may not be valid
+    """Encode an object as JSON. Strings are escaped to ASCII, because a path may not be valid
     UTF-8."""
     return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index)).encode()
 
 
 def from_json(message: bytes, kind: type[T]) -> T:
-    """Decode a message that `to_json` returned to a record of type `kind`."""
+    """Decode a JSON message into an object of type `kind`. The message is a result of `to_json`."""
     return msgspec.convert(json.loads(message), type=kind)
 
 
@@ -288,7 +290,7 @@ def choose_num_workers(config: EngineConfig, device: Any, *, has_gemm_record: bo
     if device.platform == "cpu":
         return 0
     held, fraction = device_memory_bytes(device) or 0, _client_options().get("memory_fraction")
-    if fraction is None:  # the free device memory is unknown
+    if fraction is None:  # without `memory_fraction`, the free device memory is unknown
         return 0
     left = held / float(fraction) - held
     most = min(MAX_WORKERS, _num_available_cpus() // _CPUS_PER_WORKER)
@@ -307,7 +309,7 @@ def make_compile_jobs(
     tie_word_embeddings: bool | None = None,
     kv_cache_dtype: str | None = None,
 ) -> list[CompileJob]:
-    """Return one job per worker, with JAX's settings of the current thread.
+    """Return one job per worker; the jobs contain the JAX settings of the current thread.
 
     The result is empty if `choose_num_workers` returns 0, if there is no program store or no
     writable cache through which workers could pass programs to the engine, or if no Python
@@ -383,7 +385,7 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         with self._start_lock:  # another thread may be starting workers
             self._closed = True
-        for child in self.processes:  # kill all workers before waiting for any
+        for child in self.processes:  # first kill all workers, then wait for each worker
             child.process.kill()
         self._listeners.shutdown()
         for child in self.processes:
@@ -394,7 +396,7 @@ class CompilePool:
         pool.
 
         Args:
-            limits: Sizes and limits of the runtime before the pool is sized.
+            limits: Sizes and limits of the runtime; the size of the pool is not known yet.
 
         Returns:
             Whether at least one worker was started.
@@ -404,7 +406,8 @@ class CompilePool:
             try:
                 for job in () if self._closed else self._jobs:
                     self._start_worker(replace(job, limits=limits))
-            except (OSError, RuntimeError) as error:  # the limit of processes or threads is reached
+            # The system's limit of processes or threads is reached.
+            except (OSError, RuntimeError) as error:
                 self._report(
                     "a compile worker could not be started, so the engine's process compiles its "
                     f"programs: {error}"
@@ -465,8 +468,8 @@ class CompilePool:
     def _reported_names(self, needed: Sequence[Recipe]) -> Iterator[str]:
         """Yield the name of each program that a worker reports.
 
-        If a worker has ended or was not started, yield the names of all programs assigned to the
-        worker.
+        If a worker has ended or was not started, yield the names of all its programs, which the
+        engine's process must then compile.
         """
         running = len(self.processes)
         for job in self._jobs[running:] if running else ():
@@ -489,13 +492,13 @@ class CompilePool:
 
 
 def _send(child: Child, record: CompileJob | RuntimeConfig) -> None:
-    with suppress(OSError):  # the worker has ended, which its listener reports
+    # The worker has ended; the thread that listens to the worker reports this.
+    with suppress(OSError):
         send(child.sock, to_json(record))
 
 
 def _num_available_cpus() -> int:
-    """Return the number of CPUs that this process may use. If this number is unknown, return the
-    number of all CPUs."""
+    """Return the number of CPUs that this process may use; if unknown, the number of all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -512,8 +515,8 @@ def has_writable_cache() -> bool:
 def _json_settings() -> dict[str, Any]:
     """Return the settings of JAX that can be represented in JSON, including settings of caches.
 
-    If one of the other settings differs in a worker, its `dependency_digest` differs, and the
-    worker refuses the job.
+    If a worker has another value of a setting that is not returned, the worker's
+    `dependency_digest` differs, and the worker refuses the job.
     """
     caches = {name: value for name, value in jax.config.values.items() if "cache" in name}
     plain = (bool, int, float, str, type(None))

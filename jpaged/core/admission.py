@@ -1,4 +1,4 @@
-"""Check whether a request can ever run, and decide when a waiting request joins the batch."""
+"""Check whether a request fits the engine, and decide when a waiting request joins the batch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ class SchedulerConfig:
 class Admission:
     """Decides whether the first waiting request may join the batch, and caches refusals.
 
-    No request overtakes the first waiting request. Until a block is freed, the number of free
-    blocks therefore only falls. The cached prefix of the request can only grow by the next block.
-    Checking a refused request again costs one prefix-cache lookup, however long the prompt is.
+    No request overtakes the first waiting request. Therefore, the number of free blocks only falls
+    until a block is freed. The cached prefix of the request can only grow by the next block.
+    Checking a refused request again costs only one prefix-cache lookup, even for a long prompt.
     """
 
     def __init__(
@@ -56,11 +56,12 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # State when `find_fit` last returned None: the request's first sequence, counters of the
-        # pool, and the cached prefix of that sequence.
+        # The cached refusal of `find_fit`: the refused request's first sequence with the pool's
+        # counters at that time, and the cached prefix of the sequence.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The same state when `would_fit_after_preemption` last returned False.
+        # The cached refusal of `would_fit_after_preemption`: sequence and counters, and cached
+        # prefix.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
@@ -82,7 +83,8 @@ class Admission:
             if not manager.can_extend_prefix(self._refused_prefix, first, max_prefix_tokens):
                 return None
         fit = self.measure_fit(request)
-        # Without a spare block, the next running sequence that needs one would preempt the request.
+        # `num_spare` further blocks must stay free. Otherwise, the request would be preempted as
+        # soon as a running sequence needs a new block.
         if manager.can_admit(first, fit.num_needed_blocks + num_spare):
             self._refused_state = ()
             return fit
@@ -131,8 +133,8 @@ class Admission:
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # If the victims hold blocks of the request's cached prefix, preempting the victims makes
-        # these blocks free, and the request then takes them from the free blocks.
+        # The victims may hold blocks of the request's cached prefix. Preempting the victims frees
+        # these blocks, and the request then uses them, so count them as needed.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
@@ -152,10 +154,10 @@ class Admission:
         return self._config.max_num_seqs - self._running.num_rows
 
     def is_prefill_worthwhile(self, num_waiting: int) -> bool:
-        """Return whether enough batch rows are free to run a step with prompts.
+        """Return whether enough batch rows are free to make a step with new prompts worthwhile.
 
         A step with prompts takes longer than its number of tokens suggests, so a few large prefills
-        beat many small ones. The batch rows that stay free in between cost little.
+        beat many small ones. Batch rows that stay free until the next prefill cost little.
 
         Args:
             num_waiting: Number of waiting requests.
@@ -187,7 +189,8 @@ class Admission:
             first = request.live_sequences[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            # Look up only the prompt's first block: without it, no prefix is cached.
+            # Look up only the prompt's first block. If it is not cached, no prefix of the prompt is
+            # cached.
             max_prefix_tokens = min(manager.block_size, _max_prefix_tokens(request))
             is_cached = not first.block_table and manager.find_prefix(first, max_prefix_tokens)
             if is_cached or not manager.can_admit(first, num_blocks):
@@ -213,13 +216,14 @@ def _max_prefix_tokens(request: Request) -> int:
 
 
 def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> int:
-    """Check a new request, and return the maximum number of tokens of each of its sequences.
+    """Check a new request, and return the maximum length of its sequences in tokens.
 
     Returns:
         Prompt length plus `max_tokens`, limited by `max_model_len`.
 
     Raises:
-        ValueError: The request is invalid, or could not run to its end even alone in the pool.
+        ValueError: The request is invalid, or the pool is too small for it even without other
+            requests.
     """
     name, prompt = f"request {request.request_id!r}", request.sequences[0].num_prompt_tokens
     if request.priority and not config.has_priorities:
@@ -298,7 +302,7 @@ def check_pin_fits(
 
 
 def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
-    """Return the maximum number of blocks that the request can need besides pinned blocks.
+    """Return the maximum number of blocks that the request can need, without pinned blocks.
 
     The last token of a sequence is never an input of the model, so it needs no slot. The sequences
     of a group always share the full blocks of the prompt. Each sample computes the last prompt

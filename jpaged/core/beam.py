@@ -85,16 +85,16 @@ class BeamSearch:
             raise ValueError(
                 f'early_stopping={self.early_stopping!r} must be True, False or "never"'
             )
-        # Convert NumPy numbers, and copy the set in case the caller changes it later.
+        # Convert NumPy numbers to ints, and copy the set, because the caller may change it later.
         self.width, self.length_penalty = int(width), float(penalty)
         self.end_token_ids = frozenset(self.end_token_ids)
 
     @property
     def num_candidates(self) -> int:
-        """Number of most probable next tokens that `advance` needs of each beam.
+        """Number of most probable next tokens per beam that `advance` needs as candidates.
 
         All `width` best continuations that are not end tokens may extend the same beam, and every
-        end token of this beam may be more probable than they are.
+        end token of this beam may be more probable than these continuations.
         """
         return self.width + len(self.end_token_ids)
 
@@ -109,9 +109,9 @@ class BeamSearch:
     ) -> list[Continuation]:
         """Take one step of the search, and add complete answers to `hypotheses`.
 
-        An answer is complete when it has `max_tokens` tokens or ends with an end token. End tokens
-        count only among the `width` best continuations of a step. Between equal scores, the earlier
-        beam ranks first, then the earlier candidate.
+        An answer is complete when it has `max_tokens` tokens or ends with an end token. An end
+        token completes an answer only if it is among the step's `width` best continuations. Between
+        equal scores, the earlier beam ranks first, then the earlier candidate.
 
         Args:
             outputs: Output tokens of each of the k beams, equally long. The first step has one beam
@@ -153,15 +153,15 @@ class BeamSearch:
                 tokens = (*outputs[parent], token_id)
                 score = self._score(logprob, length)
                 self.hypotheses.append(Hypothesis(tokens, logprob, score, is_ended))
-        # The sort is stable, so the older of two answers with equal scores ranks first.
+        # The sort is stable: if two answers have equal scores, the older answer ranks first.
         self.hypotheses.sort(key=lambda each: -each.score)
         del self.hypotheses[self.width :]
 
     def _can_improve(self, best: Continuation, length: int, max_tokens: int) -> bool:
-        """Return whether a beam may still yield a better answer; `best` is the best beam."""
+        """Return whether any beam may still become better than the worst complete answer."""
         if len(self.hypotheses) < self.width:
             return True
-        # With a width of 1 the first complete answer is the greedy answer.
+        # With a width of 1, the first complete answer is the result of greedy search.
         if self.early_stopping is True or self.width == 1:
             return False
         looks_ahead = self.early_stopping == "never" and self.length_penalty > 0
@@ -172,7 +172,7 @@ class BeamSearch:
         """Return `logprob / length ** length_penalty`, rounded as in transformers."""
         with np.errstate(over="ignore", under="ignore"):
             divisor = np.float64(length) ** self.length_penalty
-            # With an extreme length_penalty the divisor would become 0 or infinite.
+            # Clip the divisor, which would become 0 or infinite with an extreme length_penalty.
             divisor = np.float32(np.clip(divisor, _FLOAT32.tiny, _FLOAT32.max))
             return float(np.float32(logprob) / divisor)
 

@@ -20,7 +20,7 @@ class BlockChanges(NamedTuple):
     """Changes of one block table that the device must apply.
 
     Attributes:
-        updates: New block-table entries, each (index, block id).
+        updates: New entries of the block table, each (index, block id).
         copies: Blocks to copy before the step writes to the pool, each (source, destination).
     """
 
@@ -35,8 +35,8 @@ class GroupFit(NamedTuple):
     """Cached blocks that a waiting group can share, and the number of free blocks that it needs.
 
     Attributes:
-        hits: Lists of cached prefix blocks. A swapped-out group has one list for each live
-            sequence. Any other group has one list, for its first sequence.
+        hits: Lists of cached prefix blocks. One list for each live sequence of a swapped-out group;
+            for any other group, a single list for the first sequence.
         num_needed_blocks: Number of free blocks that the group takes to compute all its tokens,
             including cached blocks that are free now.
     """
@@ -46,7 +46,7 @@ class GroupFit(NamedTuple):
 
 
 class BlockManager:
-    """Gives each sequence exactly the blocks that its computed tokens fill.
+    """Allocates to each sequence exactly the blocks that its computed tokens need.
 
     With speculative decoding, a sequence may hold more blocks: `reserve` adds blocks for drafts,
     and `trim` frees the blocks that no step in flight may write.
@@ -88,8 +88,8 @@ class BlockManager:
         """Return the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    # `can_admit` and `admit` are called once per group, `append` in each step. The subclasses in
-    # bench/paper/allocators.py override them to reserve memory at admission.
+    # Subclasses in bench/paper/allocators.py override `can_admit`, `admit` and `append` to reserve
+    # memory when a group is admitted.
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
         """Return whether a waiting group fits in the free blocks.
@@ -98,7 +98,8 @@ class BlockManager:
 
         Args:
             first: First sequence of the group.
-            num_blocks: Number of free blocks that the group needs, including spare blocks.
+            num_blocks: Number of free blocks that the group needs, including blocks that must stay
+                free.
         """
         return num_blocks <= self.num_free_blocks
 
@@ -139,14 +140,14 @@ class BlockManager:
         start, block_size = sequence.num_computed_tokens, self.block_size
         table = sequence.block_table
         grown = -(-(start + num_tokens) // block_size) - len(table)
-        if grown < 0:  # a sequence with reserved blocks shares no partly filled block
+        if grown < 0:  # the sequence has reserved blocks, and never shares a partly filled block
             return 0
         if start % block_size and self.pool.blocks[table[-1]].ref_cnt > 1:
             return grown + 1
         return grown
 
     def has_free_slot(self, sequence: Sequence) -> bool:
-        """Return whether the sequence can append one token without a new block.
+        """Return whether one token can be appended to the sequence without a new block.
 
         True if the sequence has a block for the token and no other sequence holds this block.
         """
@@ -156,8 +157,8 @@ class BlockManager:
     def total_new_blocks(self, work: list[tuple[Sequence, int]]) -> int:
         """Return the number of blocks that several `append` calls would allocate together.
 
-        If only the sequences in `work` share a partly filled block, the last of them to write keeps
-        the block without a copy.
+        If all holders of a partly filled block are in `work`, one of them needs no copy of the
+        block.
 
         Args:
             work: (sequence, number of tokens to append) pairs.
@@ -233,14 +234,14 @@ class BlockManager:
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks after the last token that steps in flight may compute.
 
-        A sequence has such blocks when its part of a step was withdrawn after `append`, or when
-        drafts were rejected.
+        A sequence has such blocks after drafts were rejected, or after it was removed from a step.
         """
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens + sequence.num_pending_drafts)
         if len(table) > needed:
             self.pool.free_empty(reversed(table[needed:]))
-            # Assign a new list: `pool_changes.py` detects removed blocks by the list's identity.
+            # Assign a new list instead of changing the old one: `pool_changes.py` compares the
+            # identity of the list to detect removed blocks.
             sequence.block_table = table[:needed]
 
     def free(self, sequence: Sequence) -> None:
@@ -261,7 +262,8 @@ class BlockManager:
         """Return the blocks of the sequence's longest cached prefix.
 
         Args:
-            sequence: Sequence whose known tokens are looked up.
+            sequence: Sequence whose tokens are looked up. If the sequence may register no blocks,
+                no prefix is returned, because other weights may have computed the sequence's KV.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
                 a step must compute at least one token to sample from. The prefix is never longer
                 than `sequence.max_cached_tokens`.
@@ -269,7 +271,8 @@ class BlockManager:
         tokens, limit = sequence.token_ids, sequence.max_cached_tokens
         most = len(tokens) - 1 if max_tokens is None else max_tokens
         most = (most if limit is None else min(most, limit)) // self.block_size
-        if self.prefix_cache is None or not most:
+        is_ended = sequence.num_registered_blocks == REGISTRATION_ENDED
+        if self.prefix_cache is None or not most or is_ended:
             return []
         return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
@@ -284,8 +287,8 @@ class BlockManager:
             limit, table = sequence.max_cached_tokens, sequence.block_table
             found = table if limit is None else table[: limit // self.block_size]
             return sum(block_id in self.pins.holder_counts for block_id in found)
-        # Before a swap-in, only the computed tokens of a sequence are looked up. The host does not
-        # know yet which tokens the steps in flight sample.
+        # For a swapped-out sequence, look up only the computed tokens whose ids the host knows, as
+        # `SwapSpace` does.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         most = known if sequence.host_block_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))
@@ -293,12 +296,12 @@ class BlockManager:
     def can_extend_prefix(
         self, cache_entries: list[PrefixCacheEntry], sequence: Sequence, max_tokens: int
     ) -> bool:
-        """Return whether the cache now holds a longer prefix than an earlier `find_prefix` found.
+        """Return whether the cache now holds a longer prefix than an earlier lookup found.
 
         Args:
             cache_entries: Cache entries of the earlier prefix. Evicted entries at the end of the
                 list are removed.
-            sequence: Sequence whose known tokens are looked up.
+            sequence: Sequence whose tokens are looked up.
             max_tokens: Maximum length of the prefix.
         """
         cache, tokens, limit = self.prefix_cache, sequence.token_ids, sequence.max_cached_tokens
@@ -337,10 +340,7 @@ class BlockManager:
             sequence.num_registered_blocks, sequence.last_cache_entry_id = index + 1, cache_entry_id
 
     def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> None:
-        """Clear the prefix cache, and register no more blocks of `sequences`.
-
-        Args:
-            sequences: All sequences that hold blocks.
+        """Clear the prefix cache; see `end_sharing`.
 
         Raises:
             ValueError: A prefix is pinned; the cache is unchanged.
@@ -349,6 +349,17 @@ class BlockManager:
             raise ValueError(
                 f"{len(self.pins)} prefixes are pinned: unpin them, then reset the cache"
             )
+        self.end_sharing(sequences)
+
+    def end_sharing(self, sequences: Iterable[Sequence]) -> None:
+        """Share no KV that is computed so far with sequences that start later.
+
+        The cache is cleared, but pinned blocks stay allocated. A sequence that holds blocks, on the
+        device or in host memory, uses the cache again only after it has freed them.
+
+        Args:
+            sequences: All sequences that hold blocks.
+        """
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
@@ -384,8 +395,9 @@ class BlockManager:
             num_held = len(sequence.host_block_table)
         has_enough = num_held == needed
         if self.has_reservations:
-            # With a step in flight, the sequence may hold too few blocks. If the steps before it
-            # accept so many drafts that all slots are full, this step computes no token.
+            # Speculative decoding: the sequence may hold fewer blocks than its counters need while
+            # a step is in flight. If earlier steps accept drafts until all slots are full, the step
+            # computes no token.
             has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
         is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(

@@ -16,10 +16,10 @@ from jpaged.core.sequence_table import SequenceTable
 
 
 def set_common_prefix(request: Request) -> None:
-    """Set the number of tokens that the first sequence of a waiting group computes for all.
+    """Set the number of prefix tokens that a waiting group's first sequence computes for all.
 
     The common prefix never includes the last token of a sequence, which is needed for sampling. A
-    swapped-out group keeps its value, because its swap entry holds the tokens computed so far.
+    swapped-out group keeps the old number, because its swap entry holds the computed tokens.
     """
     if request.status is RequestStatus.SWAPPED:
         return
@@ -34,14 +34,15 @@ def set_common_prefix(request: Request) -> None:
 def common_prefix_length(sequences: list[Sequence]) -> int:
     """Return the length of the longest common prefix of the sequences' tokens."""
     token_lists = [sequence.token_ids for sequence in sequences]
-    # All other lists lie between these two in lexicographic order, and so share their prefix.
+    # In lexicographic order, all other lists lie between the minimum and the maximum. So the common
+    # prefix of these two is the common prefix of all lists.
     low, high = min(token_lists), max(token_lists)
     pairs = zip(low, high, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
 
 
 def num_tokens_to_recompute(request: Request) -> int:
-    """Return the number of tokens to compute again if the group loses its blocks."""
+    """Return the number of tokens to compute again if the group's blocks are freed."""
     computed = [sequence.num_computed_tokens for sequence in request.live_sequences]
     shared = (
         min(common_prefix_length(request.live_sequences), *computed) if len(computed) > 1 else 0
@@ -50,7 +51,7 @@ def num_tokens_to_recompute(request: Request) -> int:
 
 
 def fork_sequences(manager: BlockManager, request: Request) -> list[RowFork]:
-    """Fork the other sequences from the first, if the first has computed the common prefix.
+    """Fork the group's other sequences once the first sequence has computed the common prefix.
 
     Returns:
         The forks, as (parent, child); empty if the common prefix is not computed yet.
@@ -75,12 +76,13 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
     work = []
     for sequence in request.live_sequences:
         known = len(sequence.token_ids)
-        # Steps in flight sample the pending tokens of a sample, so the next step can compute their
-        # KV. A beam gets its next token only when its step has been read.
+        # Pending tokens will be sampled by steps in flight. For a normal request, the next step can
+        # compute their KV before the host has read them. A beam, in contrast, gets its next token
+        # only when the host has read the step.
         if request.beam is None:
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:
-                continue  # the pending token completes the sequence
+                continue  # the last pending token completes the sequence
         num_tokens = min(known - sequence.num_computed_tokens, token_budget)
         if num_tokens:
             work.append((sequence, num_tokens))
@@ -94,7 +96,7 @@ def is_decoding(request: Request) -> bool:
 
 
 def is_beam_ready(beam: Sequence) -> bool:
-    """Return whether a beam has its candidates and no step in flight computes the beam."""
+    """Return whether the beam has next-token candidates and no step in flight computes it."""
     return beam.candidates is not None and not beam.num_in_flight_steps
 
 
@@ -137,7 +139,8 @@ def _continue_beams(
 ) -> None:
     """Replace the beams of a request by `continuations`.
 
-    A beam becomes its own first continuation. Only further continuations need a fork.
+    A beam's sequence is reused for the beam's first continuation. Every further continuation of the
+    same beam gets a fork of the sequence.
     """
     parents, continued_parents = request.live_sequences, set[int]()
     forks: list[RowFork] = []
@@ -163,7 +166,7 @@ def _continue_beams(
 
 
 def _make_child(parent: Sequence) -> Sequence:
-    """Return a copy of `parent` without device blocks, which `_fork_blocks` adds."""
+    """Return a copy of `parent` without its device blocks. `_fork_blocks` adds blocks later."""
     return Sequence(
         next(parent.request.seq_id_counter),
         list(parent.token_ids),

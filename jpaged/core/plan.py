@@ -1,4 +1,4 @@
-"""Data that the scheduler and the engine loop exchange: goals, step plans and step results."""
+"""Types that the scheduler and the engine loop exchange: goals, step plans and step results."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -64,8 +64,8 @@ class SwapIn(NamedTuple):
 class ScheduledSequence(NamedTuple):
     """Tokens that one step computes for one sequence.
 
-    The last computed token may be missing from `sequence.token_ids`. The sequence's previous step
-    sampled this token, and the device still has it.
+    The last computed token may be missing from `sequence.token_ids`. In that case, the previous
+    step of the sequence samples this token, and the device has it.
 
     Attributes:
         sequence: The sequence.
@@ -138,7 +138,8 @@ class StepPlan:
     is_decode: bool = field(init=False)
 
     def __post_init__(self):
-        # Compute these fields now, because later steps change the counters of the sequences.
+        # Compute these fields when the plan is made, because later steps change the counters of the
+        # sequences.
         scheduled = self.scheduled
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
@@ -150,7 +151,7 @@ class StepPlan:
 
         After a preemption, recomputed output tokens count as prompt tokens.
         """
-        if self.is_decode:  # in a decode step, each row samples one token
+        if self.is_decode:  # each row of a decode step samples one token
             return self.num_tokens
         joined = (s for s in self.scheduled if s.start < s.sequence.num_admitted_tokens)
         return self.num_tokens + sum(s.is_sampled for s in joined)
@@ -199,7 +200,7 @@ class StepUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """Collects the sequences of one step until the token budget is spent.
+    """Builder of a `StepPlan`: collects the sequences of one step until the token budget is spent.
 
     Attributes:
         max_num_tokens: Token budget of the whole step.

@@ -38,7 +38,7 @@ class PrefixCache:
     Attributes:
         num_query_tokens: Number of tokens of the sequences that looked up their prefix on joining
             the batch.
-        num_hit_tokens: Number of cached tokens that these lookups found.
+        num_hit_tokens: Number of tokens that these lookups found in the cache.
         num_clears: Number of times the cache was cleared.
     """
 
@@ -92,11 +92,12 @@ class PrefixCache:
             salt: Cache salt of the sequence.
 
         Returns:
-            `entry_id` of the block's entry, which may have existed before. None if other tokens
-            have the same hash; the block is then not cached.
+            `entry_id` of the block's entry, which may be an existing entry with the same tokens.
+            None if an entry of other tokens has the same hash; then the block is not cached.
         """
         key = self._make_key(parent, token_ids, salt)
-        if block.cache_entry is not None:  # another holder of the block has registered it
+        # Another sequence that shares the block has registered it.
+        if block.cache_entry is not None:
             require(block.cache_entry.key == key, f"{block} is registered with other tokens")
             return block.cache_entry.entry_id
         digest = self._hash_function(key)
@@ -161,7 +162,8 @@ class PrefixCache:
                 cache_entry.digest == digest, f"{name} is indexed under the hash of another entry"
             )
             require(bool(cache_entry.blocks), f"{name} has no block")
-            # An entry is newer than its parent, which excludes cycles.
+            # Parents are created before their children, so an entry's id is larger than its
+            # parent's id. This check excludes cycles.
             parent = cache_entry.parent
             is_after = parent in known and parent < cache_entry.entry_id
             require(is_after, f"{name} has parent {parent}, which is gone or newer")

@@ -26,13 +26,13 @@ class RequestStatus(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # the request waits again, and all its tokens must be recomputed
-    SWAPPED = "swapped"  # the request waits again, and its computed KV is in host memory
+    PREEMPTED = "preempted"  # preempted: the request waits again, and its KV must be recomputed
+    SWAPPED = "swapped"  # preempted: the request waits again, and its KV is in host memory
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended. A request has the reason of the sequence that ended last."""
+    """Reason why a sequence ended. A request's reason is the reason of its last sequence to end."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,12 +42,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """Token conditions that end a sequence. The detokenizer checks stop strings.
+    """Conditions on tokens that end a sequence. (Stop strings are checked by the detokenizer.)
 
     Attributes:
         max_tokens: Maximum number of output tokens.
-        min_tokens: Number of output tokens, including the stop token, below which a stop token does
-            not end the sequence.
+        min_tokens: Minimum number of output tokens, including the stop token. Before that, a stop
+            token does not end the sequence.
         stop_token_ids: Tokens that end the sequence. The output includes the stop token.
     """
 
@@ -236,8 +236,8 @@ class Request:
     ) -> "Request":
         """Create a request with `num_samples` samples, or with one sequence from which beams fork.
 
-        Sample `i` has the seed `seed + i` (mod 2**64). A sample thus equals the only sample of a
-        request with that seed.
+        Sample `i` has the seed `seed + i` (mod 2**64). Each sample thus equals the output of a
+        request with one sample and that seed.
 
         Args:
             request_id: Id that is unique among unfinished requests.

@@ -46,6 +46,7 @@ from jpaged.core.request import (
 from jpaged.core.sequence_table import RequestQueue, SequenceTable, check_queues
 from jpaged.core.speculation import Speculation
 from jpaged.core.swap import PreemptionPolicy, SwapSpace
+from jpaged.errors import format_count
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -55,7 +56,7 @@ class Scheduler:
 
     Both queues are sorted by priority, then arrival. The last running request is preempted first,
     and becomes the first waiting request of its priority. No waiting request overtakes another.
-    Among requests of one priority, the running requests arrived before the waiting ones.
+    Among requests of one priority, all running requests arrived before all waiting requests.
 
     With speculative decoding, a step returns up to `1 + num_drafts` tokens per sequence, or none.
     The scheduler plans with the lowest possible number of tokens until it has read the steps. The
@@ -88,9 +89,9 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        # Ids of requests that were preempted since the last plan.
+        # Ids of requests that were preempted after the last plan was made.
         self._preempted: list[str] = []
-        # Requests that failed since the last plan or update.
+        # Requests that failed after the last call of `schedule` or `update`.
         self._failed: list[tuple[Request, Exception]] = []
 
     @property
@@ -236,12 +237,12 @@ class Scheduler:
         self._failed.clear()
         self._num_planned += 1
         if step.planning_errors:
-            # An error may end a single request only while the shared state is intact.
+            # A request has failed: check that the state of all other requests is intact.
             self.check_integrity()
         return plan
 
     def postpone_rows(self, plan: StepPlan, rows: Iterable[int]) -> StepPlan:
-        """Withdraw decode rows from the last plan. A later step computes their tokens instead.
+        """Remove decode rows from the last plan. A later step computes their tokens instead.
 
         Args:
             plan: The last plan. All plans before it must have been read.
@@ -304,8 +305,9 @@ class Scheduler:
             sequence.num_in_flight_steps -= 1
             if is_sampled:
                 if plan.limits:
-                    # The sampled token follows the tokens that the host has read. If the row had
-                    # no free slot, the step has sampled nothing.
+                    # With drafts, only now is the position of the sampled token known: it follows
+                    # the tokens that the host has read. A row without a free slot has sampled no
+                    # token.
                     start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
                     num_tokens = int(is_sampled)
                 else:
@@ -330,7 +332,7 @@ class Scheduler:
         )
         failed, self._failed = self._failed, []
         if not all(isinstance(error, NoTokenError) for _, error in failed):
-            # An error may end a single request only while the shared state is intact.
+            # A request has failed: check that the state of all other requests is intact.
             self.check_integrity()
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
@@ -369,7 +371,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # a preemption resets this number to 0
+                if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -380,7 +382,7 @@ class Scheduler:
         return StepUpdate(emitted, [], failed)
 
     def _settle_rows(self, plan: StepPlan, token_ids: np.ndarray) -> None:
-        """Correct the token counters of each row, now that it is known which rows returned tokens.
+        """Correct the token counters of a speculative step: a row may have returned no token.
 
         Accepted drafts are counted later, by `append_accepted`.
         """
@@ -412,6 +414,42 @@ class Scheduler:
             ValueError: A prefix is pinned; the cache is unchanged.
         """
         self.block_manager.reset_prefix_cache(self.sequences.by_id.values())
+
+    def check_pins_allow_new_weights(self) -> None:
+        """Check that no unfinished request relies on pinned blocks, which it may lose.
+
+        Raises:
+            ValueError: A prefix is pinned while a request is unfinished.
+        """
+        if (num_pins := len(self.block_manager.pins)) and self.has_unfinished_requests:
+            raise ValueError(
+                f"{format_count(num_pins, 'prefix', 'prefixes')} pinned while requests are "
+                "unfinished: unpin the prefixes, or finish the requests, because later weights do "
+                "not share blocks of earlier weights"
+            )
+
+    def end_sharing(self) -> None:
+        """Share no KV that is computed so far with requests that compute tokens from now on.
+
+        All planned steps must have been read.
+        """
+        self.block_manager.end_sharing(self.sequences.by_id.values())
+
+    def drop_kv(self) -> None:
+        """Free the KV of all unfinished requests, on the device and in host memory.
+
+        The requests compute their tokens again later. All planned steps must have been read.
+        """
+        while self.running:
+            self._preempt_last(may_swap=False)
+        for request in self.waiting:
+            if request.status is RequestStatus.SWAPPED:
+                self.swap_space.drop(request)
+                request.status = RequestStatus.PREEMPTED
+                for sequence in request.live_sequences:
+                    sequence.host_block_table = []
+                    self.block_manager.free(sequence)
+                    sequence.num_computed_tokens = 0
 
     def pin_prefix(self, token_ids: list[int], salt: str | None = None) -> int | None:
         """Pin the cached blocks of a prefix.
@@ -445,7 +483,8 @@ class Scheduler:
         for request in self._requests_to_continue(step):
             if self.config.has_priorities and not step.has_preempted:
                 self._admit_waiting(step, before=request)
-            # Every request after a preempted request is preempted too, so stop here.
+            # Requests are preempted from the end of the queue. So if this request was preempted,
+            # all later requests were preempted too.
             if step.token_budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             try:
@@ -458,8 +497,8 @@ class Scheduler:
         """Return the running requests that the step continues.
 
         The step continues all running requests, unless it serves throughput and prompts alone can
-        fill it. In that case, only a partly computed prompt of the last request continues. All
-        requests that are left out must be decoding.
+        fill it. In that case, only a partly computed prompt of the last request continues. The
+        remaining running requests, which skip this step, must all be decoding.
         """
         running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:
@@ -471,7 +510,7 @@ class Scheduler:
             fills_step = self._admission.would_fill_step(
                 partial_prefills, self.waiting, step.token_budget
             )
-        except Exception:  # a faulty waiting request fails again, and ends, when it is admitted
+        except Exception:  # `_admit_waiting` hits the same error again, and ends the request
             fills_step = False
         if not fills_step:
             return running_requests
@@ -528,8 +567,8 @@ class Scheduler:
         """Preempt running requests, last first, until `num_blocks` blocks are free.
 
         If ended sequences will free enough blocks after the steps in flight, the request waits for
-        these blocks instead. Waiting delays it by a step, and a preemption costs far more. No other
-        request takes new blocks in the meantime.
+        these blocks instead. Waiting delays the request by a step, but a preemption costs far more.
+        No other request takes new blocks in the meantime.
 
         Returns:
             Whether `request` can continue in this step.
@@ -547,8 +586,8 @@ class Scheduler:
                     return False
         return not step.is_waiting_for_blocks
 
-    def _preempt_last(self) -> Request:
-        """Preempt the last running request: free all its blocks, or swap them out.
+    def _preempt_last(self, *, may_swap: bool = True) -> Request:
+        """Preempt the last running request: free all its blocks, or swap them out if `may_swap`.
 
         The blocks are free immediately, although steps in flight may still write to them. This is
         safe because steps run in launch order, and the next holder writes in a later step. A
@@ -559,7 +598,7 @@ class Scheduler:
         for sequence in request.live_sequences if self.speculation is not None else ():
             self.block_manager.trim(sequence)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live_sequences)
-        is_swapped = not is_complete and self.swap_space.should_swap(request)
+        is_swapped = may_swap and not is_complete and self.swap_space.should_swap(request)
         self.running.remove(request)
         if is_swapped:
             self.swap_space.swap_out(request)
@@ -594,14 +633,14 @@ class Scheduler:
         return speculation.choose_num_drafts(num_decoding)
 
     def _reserve_slots(self, step: PlanBuilder, num_drafts: int) -> tuple[int, ...]:
-        """Reserve blocks for the drafts of a step, and return the limit of each row.
+        """Reserve blocks for drafts, and return for how many tokens of each row there are slots.
 
-        The blocks that every row needs are allocated already. No other block is allocated if a
-        request waits for blocks, or if the running sequences might then lack blocks in the next
-        step. Drafts without a slot are dropped by the device.
+        The blocks for the row's next token are allocated already. No block for drafts is allocated
+        if a request waits for blocks, or if the running sequences might lack blocks in the next
+        step. The device drops drafts that have no slot in a block.
         """
         manager, limits = self.block_manager, []
-        # A row of the packed plan has room for this number of block updates.
+        # The array that sends the plan to the device has room for `max_updates` new blocks per row.
         max_updates = 1 + manager.num_blocks_for(num_drafts)
         num_spare = manager.num_free_blocks - self.running.num_rows
         if step.has_preempted or step.is_waiting_for_blocks or self._waits_for_blocks:
@@ -623,11 +662,11 @@ class Scheduler:
 
     @property
     def _waits_for_blocks(self) -> bool:
-        """Whether the first waiting request waits for blocks: enough batch rows are free for it."""
+        """Whether the first waiting request waits for blocks rather than for batch rows."""
         return bool(self.waiting) and self._admission.num_free_rows >= self.waiting.first.num_rows
 
     def _trim_reservations(self) -> bool:
-        """Free all blocks that no step in flight may write. Return whether any block was freed."""
+        """Free reserved blocks that no step in flight may write; return whether any was freed."""
         before = self.block_manager.num_free_blocks
         if self.speculation is not None:
             for sequence in self.sequences.by_id.values():
@@ -639,7 +678,7 @@ class Scheduler:
     def _preempt_for_urgent(self, step: PlanBuilder) -> None:
         """Preempt requests of lower priority until the first waiting request fits.
 
-        No request is preempted if the first waiting request would not fit even then.
+        If preempting all of them would not free enough blocks, no request is preempted.
         """
         head = self.waiting.first
         try:
@@ -648,7 +687,7 @@ class Scheduler:
                 if not head.is_fully_read or self._admission.find_fit(head) is not None:
                     return
                 if self._waits_for_blocks and self._trim_reservations():
-                    continue  # `head` may fit into the blocks that were freed
+                    continue  # try again: `head` may fit into the blocks that were freed
                 if not self._admission.would_fit_after_preemption(
                     head, less_urgent, step.token_budget
                 ):
@@ -683,8 +722,8 @@ class Scheduler:
         next step, because its blocks are copied while this step runs.
         """
         set_common_prefix(request)
-        # After a preemption, the host may not have read all sampled tokens of the request yet. The
-        # request must wait, because recomputing it needs these tokens.
+        # A preempted request must wait until the host has read all its sampled tokens, because
+        # these tokens are needed to recompute the KV.
         fit = self._admission.find_fit(request) if request.is_fully_read else None
         if fit is None and request.is_fully_read and self._waits_for_blocks:
             fit = self._admission.find_fit(request) if self._trim_reservations() else None
@@ -734,7 +773,7 @@ class Scheduler:
     def _advance_beam_searches(
         self, beam_rows: list[tuple[Sequence, int]], candidates: BeamCandidates | None
     ) -> list[Request]:
-        """Store the candidates of beams, and take a step of each search whose beams are all ready.
+        """Store the candidates of beams, and advance each beam search whose beams are all ready.
 
         Args:
             beam_rows: Beams that the step sampled, each with its row in `candidates`.
@@ -777,7 +816,7 @@ class Scheduler:
         self._failed.append((request, error))
         request.live_sequences = self.sequences.find_by_request(request)
         for sequence in request.live_sequences:
-            # The KV may be wrong, so keep it out of the prefix cache.
+            # The request's KV may be wrong, so keep its blocks out of the prefix cache.
             sequence.num_registered_blocks = REGISTRATION_ENDED
         self._finish_request(request, FinishReason.ERROR)
 
@@ -790,7 +829,7 @@ class Scheduler:
             self._fail_request(request, error)
 
     def _fail_without_tokens(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """End the requests for which the step sampled no token.
+        """End with an error each request for which the step sampled no token.
 
         Call this before `register_full_blocks`, to keep their blocks out of the prefix cache.
         """
@@ -801,13 +840,13 @@ class Scheduler:
 
 
 def _settle(sequence: Sequence, num_tokens: int) -> None:
-    """Correct a sequence's counters after a step that was planned to sample one token is read.
+    """Correct a sequence's counters when the result of a step is read.
 
     Args:
         sequence: Sequence that the step computed.
-        num_tokens: 1, or 0 if the step returned no token. A later step then computes the last
-            token of the sequence again.
+        num_tokens: Number of tokens that the step sampled for the sequence: 1 or 0. If it is 0, a
+            later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # a preemption resets this number to 0
+    if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
         sequence.num_computed_tokens += num_tokens - 1

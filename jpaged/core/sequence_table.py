@@ -1,4 +1,4 @@
-"""Queues of requests and the table of their sequences, with integrity checks."""
+"""Queues of requests, and a table of the requests' sequences, with integrity checks."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,13 @@ from jpaged.core.request import Request, RequestStatus, Sequence
 class RequestQueue:
     """Requests by id, sorted by `Request.sort_key`.
 
-    Adding a request at the end takes O(1). Adding a request elsewhere sorts the queue again.
+    Adding a request at the end takes O(1). Adding a request at another position sorts the whole
+    queue again.
 
     Args:
-        has_fast_front: Whether adding and reading the first request also takes O(1). Iteration is
-            slower then. The scheduler sets this for the waiting queue; it iterates over the running
-            queue in each step.
+        has_fast_front: Whether adding and reading the first request also take O(1), at the price of
+            slower iteration. The scheduler sets this for the waiting queue, but not for the running
+            queue, over which it iterates in each step.
     """
 
     def __init__(self, *, has_fast_front: bool = False):
@@ -43,12 +44,12 @@ class RequestQueue:
 
     @property
     def first(self) -> Request:
-        """Request to serve first. Raises StopIteration if the queue is empty."""
+        """The request that is served first. Raises StopIteration if the queue is empty."""
         return next(iter(self._requests.values()))
 
     @property
     def last(self) -> Request:
-        """Request to preempt first. Raises StopIteration if the queue is empty."""
+        """The request that is preempted first. Raises StopIteration if the queue is empty."""
         return next(reversed(self._requests.values()))
 
     @property
@@ -86,7 +87,7 @@ class RequestQueue:
             self.remove(request)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the queue is sorted and counts its rows correctly."""
+        """Raise IntegrityError unless the queue is sorted and its `num_rows` is correct."""
         num_rows = sum(request.num_rows for request in self)
         require(
             self.num_rows == num_rows, f"the queue has {num_rows} rows, but counts {self.num_rows}"
@@ -99,7 +100,7 @@ class RequestQueue:
 
 
 class SequenceTable:
-    """Sequences from arrival until their blocks are freed, and changes of their device rows.
+    """Table of sequences, and the changes of their device rows that the next plan must contain.
 
     Attributes:
         by_id: All sequences by id.
@@ -131,8 +132,8 @@ class SequenceTable:
     def release_row(self, sequence: Sequence) -> None:
         """Release the device row of a sequence in the next plan, if the sequence has one.
 
-        Forks from this row that no plan contains yet are cancelled. The children then join the
-        batch like new sequences, with their whole block tables.
+        Pending forks from this row, which no plan contains yet, are cancelled. The children then
+        join the batch like new sequences, with their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:
@@ -154,7 +155,7 @@ class SequenceTable:
     def retire(self, sequence: Sequence) -> None:
         """Release the row of an ended sequence, and free its blocks after the last step in flight.
 
-        If a call raises, a second call for the same sequence completes the work.
+        If the call raises an error, another call for the same sequence completes the work.
         """
         self.release_row(sequence)
         if sequence.host_block_table:
@@ -164,9 +165,10 @@ class SequenceTable:
             self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks of a draining sequence, and remove the sequence from the table.
+        """Free the blocks of an ended sequence in `draining`, and remove the sequence from the
+        table.
 
-        Sequences that are not draining are ignored.
+        Sequences that are not in `draining` are ignored.
         """
         if self.draining.pop(sequence.seq_id, None) is not None:
             self._manager.free(sequence)
@@ -176,7 +178,7 @@ class SequenceTable:
     def check_integrity(
         self, unfinished_requests: Iterable[Request], num_in_flight_steps: int
     ) -> None:
-        """Check that the table has exactly the live and the draining sequences.
+        """Check that the table has exactly the live sequences and the sequences in `draining`.
 
         Args:
             unfinished_requests: Running and waiting requests.
@@ -221,8 +223,8 @@ def check_queues(
         max_num_seqs: Maximum number of running sequences.
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
-        speculates: Whether steps in flight may return no token, because earlier steps accepted
-            drafts.
+        speculates: Whether speculative decoding is on. A step in flight may then return no token,
+            so pending tokens may exceed a request's maximum.
 
     Raises:
         IntegrityError: A queue or a request is inconsistent.

@@ -1,8 +1,8 @@
-"""Speculative decoding in the scheduler: when a step verifies drafts, and what became of them.
+"""Speculative decoding in the scheduler: choose which steps verify drafts, and count the drafts.
 
 A verify step computes the last token and up to `num_drafts` drafts of each row. The device accepts
-the drafts that equal the tokens which it samples, so a row receives between 1 and 1 + `num_drafts`
-tokens. The decision whether to draft uses counts and no clock, so that runs can be repeated.
+a draft if it equals the sampled token. A row therefore receives between 1 and 1 + `num_drafts`
+tokens. The choice depends on counts and not on a clock, so that runs are reproducible.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -39,7 +39,7 @@ class Speculation:
         num_verified_rows: Number of rows of verify steps with at least one draft.
         num_draft_tokens: Number of drafts that verify steps computed.
         num_accepted_tokens: Number of accepted drafts.
-        num_verify_steps: Number of verify steps that were planned.
+        num_verify_steps: Number of verify steps that the scheduler has planned.
         num_mixed_steps: Number of steps whose decode rows had no drafts because other rows
             computed prompts.
     """
@@ -48,12 +48,13 @@ class Speculation:
         if num_drafts < 1:
             raise ValueError(f"num_drafts must be at least 1, got {num_drafts}")
         if any(a[0] >= b[0] for a, b in pairwise(costs)):
-            raise ValueError(f"costs={costs!r} must list rising numbers of rows")
+            raise ValueError(f"costs={costs!r} must be sorted by number of rows, each number once")
         self.num_drafts = num_drafts
         self.num_verified_rows = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_verify_steps = self.num_mixed_steps = 0
         self._costs = tuple(costs)
-        self._num_read_steps = self._num_rows = self._num_tokens = 0  # since the last trial began
+        # Counts since the last trial of drafts began.
+        self._num_read_steps = self._num_rows = self._num_tokens = 0
         self._num_plain_steps, self._max_plain_steps = 0, MIN_PLAIN_STEPS
 
     def choose_num_drafts(self, num_rows: int) -> int:

@@ -21,11 +21,11 @@ from jpaged.core.request import Request, RequestStatus, SwapEntry
 
 
 class PreemptionMode(StrEnum):
-    """How to restore the KV of a preempted group."""
+    """Strategy for restoring the KV of a preempted group of sequences."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    AUTO = "auto"  # choose the cheaper mode by the measured `PreemptionCosts`
+    AUTO = "auto"  # choose the cheaper mode for each group, by the measured `PreemptionCosts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PreemptionPolicy:
     """Options of preemption.
 
     Attributes:
-        mode: How to restore the KV of preempted groups.
+        mode: Strategy for restoring the KV of preempted groups.
         num_host_blocks: Maximum number of blocks in host memory.
         costs: Measured costs, which `PreemptionMode.AUTO` needs.
     """
@@ -96,7 +96,7 @@ class SwapSpace:
 
     @property
     def has_swap_ins(self) -> bool:
-        """Whether the next plan swaps a group in."""
+        """Whether the next plan copies a swapped-out group back to the device."""
         return bool(self._swap_ins)
 
     def pop_swap_changes(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
@@ -113,7 +113,7 @@ class SwapSpace:
     # ---- out
 
     def should_swap(self, request: Request) -> bool:
-        """Return whether to swap a preempted group out. If False, its tokens are recomputed."""
+        """Return whether to swap a preempted group out rather than recompute its tokens."""
         policy = self.policy
         if policy.mode is PreemptionMode.RECOMPUTE:
             return False
@@ -146,9 +146,10 @@ class SwapSpace:
     def measure_fit(self, request: Request) -> GroupFit:
         """Return the `GroupFit` of a swapped-out group, whether or not enough blocks are free.
 
-        Blocks for the tokens that are not computed yet are included. Without them, the group would
-        be preempted again immediately. Blocks that the prefix cache holds are shared, not copied.
-        Blocks for drafts that were rejected after the group was swapped out are not copied back.
+        The needed blocks include blocks for tokens that are not computed yet. Without them, the
+        group would be preempted again immediately. Blocks that the prefix cache holds are shared,
+        not copied. Blocks for drafts that were rejected after the group was swapped out are not
+        copied back.
         """
         manager = self._manager
         for sequence in request.live_sequences:
@@ -165,14 +166,15 @@ class SwapSpace:
         ]
         num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
         partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
-        # If sequences share a partly filled block, all but one of them need a copy of the block.
+        # If n sequences share a partly filled block, n - 1 of these sequences need a copy of the
+        # block.
         num_copies = len(partial) - len({s.host_block_table[-1] for s in partial})
         return GroupFit(hits, num_needed + num_copies)
 
     def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
         """Allocate blocks for a swapped-out group. The next plan copies the swap entry to them.
 
-        Sequences share the same blocks as before the swap.
+        The new blocks are shared between the group's sequences as the old blocks were.
 
         Args:
             request: Request of the group.
@@ -183,7 +185,8 @@ class SwapSpace:
             e: block.block_id for e, block in _cached_host_blocks(request, hits).items()
         }
         held = list(block_ids_by_index.values())
-        # Take references to the cached blocks first: `allocate` could reuse them otherwise.
+        # Take references to the cached blocks first. Otherwise, `allocate` could reuse these
+        # blocks.
         pool.touch(held)
         copied = sorted(_host_block_indices(request) - block_ids_by_index.keys())
         fresh = pool.allocate(len(copied))
@@ -203,7 +206,7 @@ class SwapSpace:
             return
         swap_entry_id = self._remove_entry(request)
         left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
-        if len(left) == len(self._swap_outs):  # a plan already contains the swap-out
+        if len(left) == len(self._swap_outs):  # an earlier plan already contains the swap-out
             self._dropped.append(swap_entry_id)
         self._swap_outs = left
 
@@ -215,7 +218,7 @@ class SwapSpace:
         return swap_entry.swap_entry_id  # pyright: ignore[reportOptionalMemberAccess]
 
     def check_integrity(self, unfinished_requests: Iterable[Request]) -> None:
-        """Check that only swapped-out requests have swap entries, and that the entries fit.
+        """Check that exactly the swapped-out requests have swap entries, with correct counts.
 
         Args:
             unfinished_requests: Running and waiting requests.
@@ -261,14 +264,14 @@ def _cached_host_blocks(request: Request, hits: list[list[KVBlock]]) -> dict[int
 
 
 def _total_step_seconds(times: tuple[tuple[int, float], ...], amount: int) -> float:
-    """Return the total time of the steps that process `amount`.
+    """Return the total time in seconds of the steps that process `amount` tokens or blocks.
 
     All steps have the largest size in `times`, except a step that processes the remainder. That
     step has the smallest sufficient size.
 
     Args:
         times: Time of a step of each size: (size, seconds) in increasing order of size.
-        amount: Amount to process, in the unit of the sizes.
+        amount: Number of tokens or blocks to process, in the same unit as the sizes.
     """
     largest, seconds = times[-1]
     whole, rest = divmod(amount, largest)

@@ -204,7 +204,7 @@ def check_driver(gpus: Sequence[Mapping[str, str]], packages: Mapping[str, str])
 
 
 def probe_devices() -> tuple[list[dict[str, Any]], str]:
-    """Return JAX's local devices as a child process sees them, and an error's text or ""."""
+    """Return JAX's local devices, and the text of an error or "". A child process looks them up."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],
@@ -231,7 +231,7 @@ def check_devices(
 
     Args:
         devices: Devices as `probe_devices` returns them.
-        error: Why there are no devices; empty if there are.
+        error: Error because of which JAX found no devices; empty if JAX found devices.
         gpus: GPUs of the system, from `list_nvidia_gpus`.
         packages: Installed packages, from `installed_packages`.
     """
@@ -332,7 +332,7 @@ def _limit_text(limit: int) -> str:
 
 
 def describe_use(devices: Sequence[Mapping[str, Any]]) -> Finding:
-    """Return what jpaged would use without further options."""
+    """Return the device, dtype and memory fraction that jpaged uses by default."""
     device, config = devices[0], EngineConfig()
     if device["platform"] != "gpu":
         return Finding("jpaged uses", f"{device['kind']}, float32, plain XLA")

@@ -55,11 +55,11 @@ def _late_mask_error() -> GrammarError:
 
 
 class ConstrainedSampler:
-    """Samples the steps in which at least one row has a grammar. Other steps do not use this class.
+    """Samples the steps in which at least one row has a grammar.
 
     Args:
         mask_client: Client of the mask worker; None if no request can have a grammar.
-        scheduler: Scheduler that planned the steps. It also plans the skipped rows again.
+        scheduler: Scheduler that planned the steps. The scheduler also plans skipped rows again.
         runner: Model runner that launches the sampling.
         mode: Whether the engine loop is overlapped or synchronous.
         requests: Unfinished requests of the loop, by request id.
@@ -84,7 +84,7 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers whose last token is in the step that is being read.
+        # Answers that end with a token of the step that is being read.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
@@ -152,7 +152,7 @@ class ConstrainedSampler:
     def await_mask_worker(self) -> None:
         """Wait until the mask worker has received the tokens of `unread_step`, which is being read.
 
-        The caller must defer interrupts during this call.
+        The caller must delay a Ctrl-C (`defer_interrupts`) during this call.
         """
         self.unread_step, self._ended_answers = None, self._mask_client.await_tokens_received()
 
@@ -200,7 +200,8 @@ class ConstrainedSampler:
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
         else:
-            # Every row is late. Limit the wait: no new request can join the batch before it ends.
+            # All rows of the step have late masks. The wait has a limit, because no new request can
+            # join the batch before the wait ends.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -215,9 +216,9 @@ class ConstrainedSampler:
         cannot_skip = {i for i in late if not self._can_skip(step, items[i][1])}
         if not cannot_skip or not is_late:
             return not cannot_skip
-        # If the machine is busy, the mask worker may be late because it received no CPU time.
+        # On a busy machine, the mask worker may be late only because it got no CPU time.
         is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
-        # Let rows without a grammar wait for a busy worker only if the goal is throughput.
+        # Rows without a grammar wait for a busy worker only if the goal is throughput.
         is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
         return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 
@@ -286,8 +287,8 @@ class WaitBudget:
         beginning of this wait.
         """
         now = time.perf_counter()
-        # The duration limits the next wait. If the duration included this wait, each wait would
-        # allow a longer next wait.
+        # The duration of a step limits the next wait. If it included this wait, every wait would
+        # allow a longer one.
         seconds = self._wait_start - self._step_start
         self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
         self._step_start = now

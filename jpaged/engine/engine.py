@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.plan import SchedulingGoal, StepPlan
-from jpaged.engine.loop import EngineLoop, defer_interrupts
+from jpaged.engine.loop import EngineLoop, PauseMode, defer_interrupts
 from jpaged.engine.preprocessing import (
     PIN_PARAMS,
     SCORE_PARAMS,
@@ -124,7 +124,13 @@ class Engine:
         self._parameters = parts.parameters
         self._preprocessor = parts.preprocessor
         mask_client = parts.preprocessor.mask_client
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, mask_client)
+        self._loop = EngineLoop(
+            parts.scheduler,
+            parts.runner,
+            self.config.loop_mode,
+            mask_client,
+            parts.parameters.shared_names,
+        )
 
     def add_request(
         self,
@@ -180,7 +186,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step is unread. Undelivered outputs do not count."""
+        """Whether a request is unfinished or a step is unread. Outputs that are not delivered yet
+        do not count as work.
+        """
         return self._loop.has_work
 
     def step(self) -> list[RequestOutput]:
@@ -189,13 +197,15 @@ class Engine:
         Returns:
             Outputs of the requests from `add_request` that received tokens or ended since the last
             call. A beam search has an output only when the search ends. The list is empty if the
-            call only filled the pipeline of the overlapped loop.
+            call only filled the pipeline of the overlapped loop, or if the engine is paused.
 
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: This step or an earlier step failed, or a parameter of a `JaxModel` was
+                deleted or donated. In the second case, the engine is paused and keeps its requests.
         """
         self.advance()
-        with defer_interrupts():  # A Ctrl-C inside the detokenizer would lose text.
+        # Delay a Ctrl-C, which would lose text if it interrupted the detokenizer.
+        with defer_interrupts():
             outputs = [self._make_output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
@@ -203,9 +213,11 @@ class Engine:
     def _make_output(self, state: RequestState) -> RequestOutput:
         try:
             return state.output()
-        except Exception:  # If an output cannot be created, only its request fails.
+        # An error while an output is created fails only the request of this output.
+        except Exception:
             self._loop.abort(state)
-            count = state.params.n if state.samples else 0  # A failed beam search has no answers.
+            # A beam search that failed has no answers.
+            count = state.params.n if state.samples else 0
             failed = [
                 CompletionOutput(index=i, text="", token_ids=[], finish_reason="error")
                 for i in range(count)
@@ -222,10 +234,15 @@ class Engine:
     def advance(self) -> None:
         """Do the work of `step` without returning outputs. `take_deltas` returns the new tokens.
 
+        Do nothing while the engine is paused or sleeping.
+
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: As for `step`.
         """
-        self._loop.advance(SchedulingGoal.LATENCY)
+        if self.is_paused or self.is_sleeping:
+            self._loop.check_alive()
+        else:
+            self._loop.advance(SchedulingGoal.LATENCY)
 
     def take_deltas(self) -> list[RequestDelta]:
         """Return the new tokens of each request from `add_request` since the previous call.
@@ -239,7 +256,8 @@ class Engine:
     def _take_delta(self, state: RequestState) -> RequestDelta:
         try:
             return state.take_delta()
-        except Exception as error:  # If a delta cannot be created, only its request fails.
+        # An error while a delta is created fails only the request of this delta.
+        except Exception as error:
             self._loop.abort(state)
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
@@ -309,7 +327,7 @@ class Engine:
         on_ended: Callable[[int], object],
         make_output: Callable[[RequestState], Output],
     ) -> list[Output]:
-        """Run requests until all of them end, and return their outputs in the order of `states`.
+        """Run requests until all have ended, and return their outputs in the order of `states`.
 
         If one request is refused, no request starts. An error or a Ctrl-C aborts all requests. Each
         output is created when its request ends: in the overlapped loop, the device computes the
@@ -322,6 +340,7 @@ class Engine:
                 ended in the step.
             make_output: Function that returns the output of a request that has ended.
         """
+        self._loop.check_running()
         unfinished, outputs = set(states), dict[RequestState, Output]()
         try:
             self._loop.add(states)
@@ -333,7 +352,7 @@ class Engine:
                     state.raise_if_failed()
                 outputs |= {state: make_output(state) for state in ended}
         finally:
-            with defer_interrupts():  # A second Ctrl-C must not interrupt the aborts.
+            with defer_interrupts():  # Delay a second Ctrl-C until all requests are aborted.
                 for state in states:
                     self._loop.abort(state)
         return [outputs[state] for state in states]
@@ -343,10 +362,10 @@ class Engine:
     ) -> list[CompletionScore]:
         """Return the log-probabilities of given completions.
 
-        The engine computes each prompt together with its completion. The engine also samples a
-        token after the completion, and drops the token. If several completions share a prompt, the
-        KV of the prompt's full blocks is computed once, and later completions find these blocks in
-        the prefix cache.
+        The engine computes each prompt together with its completion. The engine also samples one
+        token after the completion, which is dropped. If several completions share a prompt, the KV
+        of the prompt's full blocks is computed once, and later completions find these blocks in the
+        prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
@@ -478,6 +497,7 @@ class Engine:
         """
         (sampling_params,) = pair_params(params, 1)
         sampling_params.check_streamable()
+        self._loop.check_running()
         state = self._make_state(prompt, sampling_params)
         state.check_grammar()
         deltas = _stream_deltas(self._loop, state)
@@ -487,7 +507,8 @@ class Engine:
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        except BaseException:  # the error's traceback may keep `deltas` alive
+        # Close `deltas`, because the error's traceback may keep the generator alive.
+        except BaseException:
             self._loop.abort(state)
             raise
         return deltas
@@ -570,9 +591,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The prefix may not be cached: another request may have preempted this request before
-            # its token was read. In this case, compute the prefix again. If no other request is
-            # left, preemption cannot be the cause.
+            # `pin` is None if the prefix is not cached. If another request has preempted this
+            # request before its token was read, compute the prefix again. Without other requests,
+            # preemption cannot be the cause.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -595,41 +616,130 @@ class Engine:
         """
         self._loop.scheduler.reset_prefix_cache()
 
+    # Weights
+
+    def pause(
+        self, mode: Literal["keep", "wait", "abort"] = "keep", *, recompute: bool = False
+    ) -> None:
+        """Launch no more steps until `resume`, so that `update_weights` can be called.
+
+        While the engine is paused, `add_request` queues requests, and `step` returns outputs that
+        are undelivered, without computing anything. `generate` and other calls that wait for
+        answers raise RuntimeError.
+
+        Args:
+            mode: "keep" lets unfinished requests continue after the pause. "wait" first computes
+                all unfinished requests. "abort" ends them, and `step` returns what they have with
+                finish_reason="abort".
+            recompute: Whether to free the KV of the kept requests, on the device and in host
+                memory. After the pause, their tokens are computed again. By default, the requests
+                keep their KV, also if the weights are updated.
+
+        Raises:
+            ValueError: `mode` is unknown, or `recompute` is set with another mode than "keep".
+            RuntimeError: A step failed, or mode="wait" while the engine is paused with unfinished
+                requests.
+        """
+        if mode not in list(PauseMode):
+            raise ValueError(f"mode={mode!r} is unknown: pass 'keep', 'wait' or 'abort'")
+        if recompute and mode != PauseMode.KEEP:
+            raise ValueError(f"recompute=True needs mode='keep', not {mode!r}: omit one of them")
+        self._loop.pause(PauseMode(mode), recompute=recompute)
+
+    def resume(self) -> None:
+        """End a `pause`. Do nothing if the engine is not paused.
+
+        Raises:
+            RuntimeError: An earlier step failed, or a parameter of a `JaxModel` was deleted or
+                donated since the last `update_weights`.
+        """
+        self._loop.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not called since."""
+        return self._loop.is_paused
+
     def update_weights(
         self, params: Any, version: int | None = None, *, check_finite: bool = False
     ) -> None:
-        """Replace the weights of the model, between requests.
+        """Replace the weights of the model, between requests or during a `pause`.
 
         All arrays are checked before the first one is written. Nothing passes through the host, and
-        no step is compiled again. Cached prefixes are removed, because the old weights computed
-        their KV. docs/live_weights.md has examples.
+        no step is compiled again. docs/live_weights.md has examples.
+
+        Cached prefixes are removed, because the old weights computed their KV. Requests that a
+        pause keeps continue with their KV, which no other request ever shares. Pinned blocks stay
+        allocated, but are not shared again.
 
         Args:
             params: For a checkpoint, a dict from the names of its tensors to JAX arrays, or an
                 `nnx.State` of the family's model. The engine casts, fuses, splits and quantizes the
-                arrays on the device, and keeps no reference to them. For a `JaxModel`, a pytree
-                with the structure, shapes, dtypes and device of the engine's `params`. The engine
-                uses these arrays without a copy, and releases the old ones.
-            version: Number of the weights, as `weights_version` returns it; None for the next one.
+                arrays on the device, and keeps no reference to them. Or the `Path` of a folder with
+                safetensors files, which are read one parameter at a time. For a `JaxModel`, a
+                pytree with the structure, shapes, dtypes and device of the engine's `params`. The
+                engine uses these arrays without a copy, and releases the old ones.
+            version: Number of the weights, as outputs report it; None for the next one.
             check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
                 arrays once.
 
         Raises:
             TypeError, ValueError: A name, shape, dtype or device is wrong, an array was deleted or
-                is not finite, or a prefix is pinned. The engine keeps its weights.
-            RuntimeError: A request is unfinished, or an earlier step failed. The engine keeps its
-                weights.
+                is not finite, or a prefix is pinned while a request is unfinished. The engine keeps
+                its weights.
+            RuntimeError: A request is unfinished and the engine is not paused, or an earlier step
+                failed. The engine keeps its weights.
         """
         if version is not None:
             check_int("version", version, low=0)
         self._loop.check_alive()
-        if num_unfinished := len(self._loop.requests):
-            raise RuntimeError(
-                f"update_weights: {format_count(num_unfinished, 'request')} unfinished: finish or "
-                "abort all requests, then call update_weights again"
-            )
+        self._check_paused("update_weights")
         write = self._parameters.prepare(params, check_finite=check_finite)
         self._loop.update_weights(write, version)
+
+    def _check_paused(self, name: str) -> None:
+        """Raise RuntimeError if a request is unfinished and the engine launches steps."""
+        num_unfinished = len(self._loop.requests)
+        if num_unfinished and not (self.is_paused or self.is_sleeping):
+            raise RuntimeError(
+                f"{name}: {format_count(num_unfinished, 'request')} unfinished: call pause() "
+                "first, or finish or abort all requests"
+            )
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Free device memory until `wake_up`.
+
+        While the engine sleeps, it launches no steps, as during a `pause`. Cached prefixes are
+        removed. Requests that a pause keeps compute all their tokens again after `wake_up`.
+
+        Args:
+            level: 1 frees the pool of keys and values. 2 also frees the engine's copy of the
+                weights; `update_weights` must be called before the next request, before or after
+                `wake_up`. With a `JaxModel`, the engine drops its references to the arrays.
+
+        Raises:
+            ValueError: `level` is not 1 or 2, or a prefix is pinned.
+            RuntimeError: A request is unfinished and the engine is not paused, or an earlier step
+                failed.
+        """
+        check_int("level", level, low=1, high=2, requirement="1 or 2")
+        self._loop.check_alive()
+        self._check_paused("sleep")
+        self._loop.sleep(self._parameters.release if level == 2 else None)
+
+    def wake_up(self) -> None:
+        """End a `sleep`: allocate the pool again. Do nothing if the engine is not sleeping.
+
+        Raises:
+            RuntimeError: The device has too little free memory, and the engine keeps sleeping; or
+                an earlier step failed.
+        """
+        self._loop.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not called since."""
+        return self._loop.is_sleeping
 
     @property
     def weights_version(self) -> int:
@@ -653,7 +763,7 @@ class Engine:
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    # Methods that report statistics and the state of the pool.
+    # The following methods report statistics and the state of the pool.
 
     def stats(self) -> EngineStats:
         """Return the state of the pool and the queues, and counts since the engine started."""
@@ -700,8 +810,8 @@ class Engine:
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Check that the engine's records of blocks agree: each block is free or cached, or
-        `ref_cnt` block tables and pins hold it.
+        """Check that the engine's records of blocks agree. Each block must be free, cached, or held
+        by exactly `ref_cnt` block tables and pins.
 
         Raises:
             IntegrityError: The counts, the block tables or the queues are inconsistent.
@@ -716,7 +826,8 @@ def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta
     """
     try:
         while state.undelivered_samples:
-            # Another call of the engine may already have advanced this request.
+            # Advance only if no sample has new tokens: another call of the engine may have advanced
+            # this request already.
             if not any(sample.has_update for sample in state.undelivered_samples):
                 loop.advance(SchedulingGoal.LATENCY)
             yield from state.take_sample_deltas()

@@ -16,8 +16,9 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from types import FrameType
 from weakref import WeakSet
 
@@ -42,7 +43,7 @@ def defer_interrupts() -> Iterator[None]:
     """Delay a Ctrl-C that arrives inside the `with` block until the block ends."""
     previous_handler = signal.getsignal(signal.SIGINT)
     if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
-        yield  # Python raises KeyboardInterrupt only in the main thread
+        yield  # no handler is needed: Python raises KeyboardInterrupt only in the main thread
         return
     interrupts: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *call: interrupts.append(call))
@@ -54,8 +55,24 @@ def defer_interrupts() -> Iterator[None]:
             previous_handler(*interrupts[0])
 
 
+class PauseMode(StrEnum):
+    """What happens to unfinished requests when an engine pauses, with vLLM's names."""
+
+    KEEP = "keep"  # they continue after the pause
+    WAIT = "wait"  # the pause begins when they have finished
+    ABORT = "abort"  # they end, with the tokens that they have
+
+
 class EngineLoop:
     """Runs the steps of an engine, and passes the sampled tokens to the requests. Not thread-safe.
+
+    Args:
+        scheduler: Scheduler that plans the steps.
+        runner: Model runner that launches the steps.
+        mode: Mode of the loop.
+        mask_client: Client of the mask worker; None without grammars.
+        shared_parameters: Names of the model's parameters, if they are arrays of the caller, who
+            may delete or donate them.
 
     Attributes:
         scheduler: Scheduler that plans the steps.
@@ -67,6 +84,8 @@ class EngineLoop:
             weak references, so that a watch leaves the set when the caller drops it, and so that
             the engine is freed without the garbage collector.
         weights_version: Number of the weights that later steps use.
+        is_paused: Whether `pause` was called, so that no step may be launched.
+        is_sleeping: Whether `sleep` has freed the pool, so that no step may be launched.
     """
 
     def __init__(
@@ -75,6 +94,7 @@ class EngineLoop:
         runner: ModelRunner,
         mode: LoopMode,
         mask_client: MaskWorkerClient | None = None,
+        shared_parameters: tuple[str, ...] = (),
     ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
@@ -82,18 +102,21 @@ class EngineLoop:
         self.counts = Counter(peak_used_blocks=0)
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self.weights_version = 0
+        self.is_paused = self.is_sleeping = False
+        self._has_weights = True
         self._num_steps_by_size = [0] * (len(EngineStats.STEP_SIZES) + 1)
         self._runner, self._mode = runner, mode
+        self._shared_parameters = shared_parameters
         self._constrained_sampler = ConstrainedSampler(
             mask_client, scheduler, runner, mode, self.requests
         )
-        self._num_constrained_requests = 0  # Number of unfinished requests with a grammar.
-        # The last step if its layers are launched and its sampling waits for masks; otherwise None.
+        self._num_constrained_requests = 0
+        # Step whose layers are launched, but whose sampling waits for masks; None without one.
         self._unsampled_step: UnsampledStep | None = None
-        self._device_wait_s = 0.0  # total time that the host has waited for tokens
+        self._device_wait_s = 0.0  # total time that the host has waited for the device
         self._steps_in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
-        self._is_busy = False  # whether the code is inside a critical section
+        self._is_busy = False  # whether a `_critical_section` is active
         self._deferred_aborts: list[RequestState] = []  # requests to abort later
 
     @property
@@ -126,12 +149,15 @@ class EngineLoop:
             The requests that ended.
 
         Raises:
-            RuntimeError: This step or an earlier step failed.
+            RuntimeError: The engine is paused, or this step or an earlier step failed.
         """
-        self.check_alive()
+        self.check_running()
+        if self._shared_parameters:
+            self._check_parameters_exist()
         ended = self._queue_compiled() if self._constrained_sampler.compiling else []
         num_ahead = 0
-        if self._unsampled_step is None:  # else an interrupted turn left a step to sample
+        # Launch new steps, unless an interrupted call has left a step that must be sampled first.
+        if self._unsampled_step is None:
             with self._critical_section(fatal=True):
                 plans = self._schedule(goal)
                 launched = self._launch(plans, goal)
@@ -148,7 +174,8 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            # Steps that were launched after the last token hold blocks until the steps are read.
+            # No request is left, but steps may still be in flight. Read these steps, because their
+            # blocks are freed only after that.
             self.drain()
         return ended
 
@@ -159,8 +186,114 @@ class EngineLoop:
         while self._steps_in_flight and self._failure is None:
             self._read_step()
 
+    def check_running(self) -> None:
+        """Raise RuntimeError if the engine cannot launch steps now."""
+        if self._failure is not None:
+            self.check_alive()
+        if self.is_sleeping:
+            raise RuntimeError("the engine is sleeping: call wake_up()")
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume()")
+        if not self._has_weights:
+            raise RuntimeError("sleep(level=2) has freed the weights: call update_weights")
+
+    def pause(self, mode: PauseMode, *, recompute: bool) -> None:
+        """Launch no more steps until `resume`, and read the steps in flight.
+
+        Args:
+            mode: What happens to unfinished requests.
+            recompute: Whether to free the KV of the unfinished requests.
+
+        Raises:
+            RuntimeError: A step failed, or `mode` is WAIT and the engine is paused already.
+        """
+        self.check_alive()
+        if mode is PauseMode.ABORT:
+            self._abort_requests()
+        while mode is PauseMode.WAIT and self.has_work:
+            self.advance(SchedulingGoal.LATENCY)
+        self.drain()
+        self.check_alive()
+        with self._critical_section(fatal=True):
+            self.is_paused = True
+            if recompute:
+                self.scheduler.drop_kv()
+
+    def _abort_requests(self) -> None:
+        """End all requests. Polled requests return the tokens that they have."""
+        with self._critical_section():
+            aborted = list(self.requests.values())
+            for state in aborted:
+                if self._constrained_sampler.compiling.pop(state, None) is None:
+                    self.scheduler.abort(state.request_id)
+                else:
+                    state.request.end_unqueued(FinishReason.ABORT)
+            self._update_requests(dict.fromkeys(aborted), ())
+
+    def resume(self) -> None:
+        """Launch steps again. Do nothing if the engine is not paused.
+
+        Raises:
+            RuntimeError: An earlier step failed, or a parameter was deleted.
+        """
+        self.check_alive()
+        self._check_parameters_exist()
+        self.is_paused = False
+
+    def sleep(self, release: Callable | None) -> None:
+        """Free the pool, and optionally the weights.
+
+        Unfinished requests compute their tokens again later. The engine must be paused if there are
+        any.
+
+        Args:
+            release: Function that frees the parameters, for `ModelRunner.release_parameters`. None
+                keeps the weights.
+
+        Raises:
+            ValueError: A prefix is pinned.
+            RuntimeError: An earlier step failed.
+        """
+        self.drain()
+        self.check_alive()
+        self.scheduler.reset_prefix_cache()
+        with self._critical_section(fatal=True):
+            if not self.is_sleeping:
+                self.scheduler.drop_kv()
+                self._runner.free_pool()
+                self.is_sleeping = True
+            if release is not None and self._has_weights:
+                self._has_weights = False
+                self._runner.release_parameters(release)
+
+    def wake_up(self) -> None:
+        """Allocate the pool again. If the memory does not suffice, the engine keeps sleeping."""
+        self.check_alive()
+        if self.is_sleeping:
+            with self._critical_section():
+                self._runner.restore_pool()
+                self.is_sleeping = False
+
+    def _check_parameters_exist(self) -> None:
+        """Pause if the caller has deleted or donated a parameter that the engine shares.
+
+        Raises:
+            RuntimeError: A parameter was deleted. The engine is paused and keeps its requests.
+        """
+        index = self._runner.find_deleted_parameter() if self._shared_parameters else None
+        if index is not None:
+            self.pause(PauseMode.KEEP, recompute=False)
+            raise RuntimeError(
+                f"{self._shared_parameters[index]} was deleted or donated to another function, so "
+                "the engine is paused and keeps its requests: call update_weights with arrays that "
+                "exist, then resume()"
+            )
+
     def update_weights(self, write: WriteFunction, version: int | None) -> None:
-        """Read the steps in flight, then replace the weights. No request may be unfinished.
+        """Read the steps in flight, then replace the weights.
+
+        Requests must be finished, unless the engine is paused. They keep their KV. No KV of the old
+        weights is shared with later requests.
 
         A Ctrl-C is delayed until all weights are written. An error while they are written ends the
         engine, because some weights are old and others are new.
@@ -170,15 +303,19 @@ class EngineLoop:
             version: Number of the new weights; None for the next one.
 
         Raises:
-            ValueError: A prefix is pinned; the weights are unchanged.
+            ValueError: A prefix is pinned while a request is unfinished. The weights are unchanged.
             RuntimeError: An earlier step failed.
         """
         self.drain()
         self.check_alive()
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.check_pins_allow_new_weights()
         with self._critical_section(fatal=True):
             self._runner.update_parameters(write)
+            self._has_weights = True
+            self.scheduler.end_sharing()
             self.weights_version = self.weights_version + 1 if version is None else version
+            for state in self.requests.values():
+                state.start_version(self.weights_version)
 
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests in the order of `states`.
@@ -206,6 +343,7 @@ class EngineLoop:
                 else:
                     self._enqueue(state)
                 self.requests[request.request_id] = state
+                state.start_version(self.weights_version)
                 self._num_constrained_requests += state.is_constrained
                 self.counts["num_prompt_tokens"] += request.sequences[0].num_prompt_tokens
 
@@ -220,7 +358,7 @@ class EngineLoop:
         try:
             self.scheduler.add(state.request)
         except Exception:
-            # `abort` does nothing if the scheduler has refused the request.
+            # If the scheduler has refused the request, `abort` does nothing.
             self.scheduler.abort(state.request_id)
             raise
 
@@ -244,7 +382,8 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        if self._is_busy:  # the finalizer of a dropped stream called this method
+        # The finalizer of a dropped stream has called this method, inside a critical section.
+        if self._is_busy:
             self._deferred_aborts.append(state)
             return
         with self._critical_section():
@@ -286,8 +425,8 @@ class EngineLoop:
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
-        # `_schedule` has checked that every plan before the last one fits a burst, so check the
-        # last plan.
+        # `_schedule` has checked all plans except the last one, so check whether the last plan fits
+        # a burst.
         if (
             len(unconstrained) == runner.burst_steps > 1
             and runner.fits_burst(unconstrained[-1], goal)
@@ -306,7 +445,7 @@ class EngineLoop:
         """Record a launched step in the counts, in the metrics of its requests, and in the pool
         watches."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # A plan without sequences and block moves is not a step. Such a plan only reports failed
+        # Do not count a plan without sequences and block moves as a step: it only reports failed
         # requests.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
@@ -327,7 +466,7 @@ class EngineLoop:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 counts["num_cached_tokens"] += item.sequence.num_cached_tokens or 0
-        if self.watches:  # this check costs less than iterating over an empty WeakSet
+        if self.watches:  # testing an empty WeakSet costs less than iterating over it
             for watch in tuple(self.watches):
                 watch.note(plan)
 
@@ -367,7 +506,8 @@ class EngineLoop:
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        except Exception as error:  # not KeyboardInterrupt: the next call reads the step
+        # Do not catch KeyboardInterrupt, after which the next call reads the step.
+        except Exception as error:
             self._record_failure(error)
             raise
         with self._critical_section(fatal=True):
@@ -388,8 +528,8 @@ class EngineLoop:
             ended_sequences = (
                 () if constrained is None else constrained.find_ended(update.emitted_tokens)
             )
-            # Notify requests of all tokens before retiring any, because several samples of a
-            # request may end in one step.
+            # Notify all requests of their tokens before any request is retired: several samples of
+            # one request may end in the same step.
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
             )
@@ -402,10 +542,9 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append the tokens after each sequence's first token of a verify step, and return the
-        notified requests.
+        """Append the accepted drafts of a verify step, and return the notified requests.
 
-        A stop string may end a sequence before all its tokens are appended.
+        A stop string may end a sequence before all its accepted drafts are appended.
 
         Args:
             plan: Plan of the verify step. The first token of each sequence is appended already.
@@ -442,8 +581,7 @@ class EngineLoop:
         ended = []
         for state in advanced:
             if state.is_polled:
-                # Do this inside the caller's critical section, so that a Ctrl-C cannot lose the
-                # update.
+                # The caller holds a critical section here, so that a Ctrl-C cannot lose the update.
                 self.undelivered[state] = None
             if state.request.finish_reason is not None:
                 self._retire(state)
@@ -479,8 +617,9 @@ class EngineLoop:
             notified[state] = None
             try:
                 if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
-                    # If the token also ended the sequence for another reason, the reason becomes
-                    # STOP.
+                    # A stop string or a complete grammar takes precedence: STOP replaces the finish
+                    # reason of a sequence that this token has ended already, for example at its
+                    # maximum length.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)
@@ -543,8 +682,7 @@ class EngineLoop:
 
     @contextmanager
     def _critical_section(self, *, fatal: bool = False) -> Iterator[None]:
-        """Until the `with` block ends, delay a Ctrl-C, and the aborts of streams that the caller
-        has dropped.
+        """Delay a Ctrl-C, and the aborts of dropped streams, until the `with` block ends.
 
         Args:
             fatal: Whether an exception inside the block marks the engine as failed.

@@ -66,8 +66,8 @@ def normalize_prompt(
 ) -> NormalizedPrompt:
     """Convert one prompt to a `NormalizedPrompt`.
 
-    If a mapping contains both a text and token ids, the model computes the token ids, and outputs
-    contain the text.
+    If a mapping contains both a text and token ids, the model receives the token ids, and the text
+    is only copied to the outputs.
 
     Args:
         prompt: The prompt from the caller.
@@ -90,7 +90,7 @@ def pair_completions(
 ) -> list[tuple[NormalizedPrompt, NormalizedPrompt]]:
     """Return a list of pairs (prompt, completion) for `Engine.score_completions`.
 
-    A single prompt that is not in a list belongs to every completion.
+    A single prompt that is not in a list is paired with every completion.
 
     Args:
         prompts: The prompt or prompts from the caller.
@@ -213,9 +213,9 @@ def _to_list(value: object) -> object:
 
 
 def _is_token_ids(items: list[Any]) -> bool:
-    """Return whether a list is a single prompt of token ids, because it contains an integer.
+    """Return whether a list is one prompt of token ids rather than several prompts.
 
-    The list `[1, 2, "x"]` is therefore one prompt with an invalid token id, and not three prompts.
+    A list with any integer counts as one prompt: `[1, 2, "x"]` is one prompt with an invalid id.
     """
     return any(isinstance(item, (int, np.integer)) for item in items)
 
@@ -267,7 +267,7 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
         raise RequestError(name, "is empty", remedy="pass at least one token id")
-    if set(map(type, ids)) != {int}:  # fast: usually all ids are ints
+    if set(map(type, ids)) != {int}:  # check this first, which is fast: usually, all ids are ints
         ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _are_in_range(limit, ids):
@@ -306,7 +306,8 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """Sampling parameters of a request that scores a completion. Its output token is dropped."""
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
+# Odd, so that multiples modulo 2**64 differ and no two requests of an engine share a seed.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(eq=False)
@@ -409,7 +410,8 @@ class Preprocessor:
         """Return the tokenizer.
 
         Args:
-            purpose: The subject of the error message, such as "a text prompt".
+            purpose: First words of the error message, which name what needs the tokenizer, such as
+                "a text prompt".
 
         Raises:
             ValueError: The engine has no tokenizer.
@@ -434,7 +436,7 @@ class Preprocessor:
     ) -> RequestState:
         """Return a checked and tokenized request, ready for `EngineLoop.add`.
 
-        If the request is refused, no id and no seed is used up.
+        If the request is refused, the counters of ids and seeds do not change.
 
         Args:
             prompt: The normalised prompt.

@@ -39,10 +39,10 @@ from pallas_kernels import (
 class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
     """The log-probabilities of tokens: one dict per token, from token id to `Logprob`.
 
-    Each dict contains the token itself first, then the most probable tokens. The values stay
-    packed, 4 bytes per number, until the caller reads an entry. Decoding an entry takes several
-    microseconds of host time, and a step has hundreds of entries. A copy of the sequence, or a
-    pickled sequence, is a list.
+    Each dict contains the token itself first, then the most probable tokens. The log-probabilities
+    stay packed, with 4 bytes per number, until the caller reads an entry. Decoding an entry takes
+    several microseconds of host time, and a step has hundreds of entries. Copying or pickling this
+    sequence gives a list.
 
     Args:
         scores: int32 [C, W], as packed by `pallas_kernels.token_scores`. The array must not change
@@ -52,8 +52,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
             appended to this list, which several sequences may share.
     """
 
-    _are_sampled = True  # only sampled tokens have a `kept_mass`
-    _num_unscored = 0  # number of leading entries that are None
+    _are_sampled = True  # prompt tokens, which are not sampled, have no `kept_mass`
+    _num_unscored = 0  # number of entries at the start that are None
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         ):
             entry = {chosen: Logprob(chosen_logprob, rank, texts.get(chosen), mass)}
             for top_rank, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                # A value of -inf means that a grammar forbids the token, or that truncation removed
-                # the token.
+                # A log-probability of -inf means that a grammar forbids the token, or that
+                # truncation (top_k, top_p) removed the token.
                 if token_id != chosen and logprob != -np.inf:
                     entry[token_id] = Logprob(logprob, top_rank, texts.get(token_id))
             entries.append(entry)
@@ -125,6 +125,36 @@ class PromptLogprobs(TokenLogprobs):
     """
 
     _are_sampled, _num_unscored = False, 1
+
+
+class WeightVersions:
+    """Which weights made which tokens of an answer: pairs (version, index of the first token)."""
+
+    def __init__(self) -> None:
+        self._starts: list[tuple[int, int]] = []
+
+    def add(self, version: int, index: int) -> None:
+        """Record that the tokens from `index` on are made by other weights."""
+        if self._starts and self._starts[-1][1] == index:
+            self._starts.pop()
+        if not self._starts or self._starts[-1][0] != version:
+            self._starts.append((version, index))
+
+    @property
+    def last(self) -> int:
+        """The newest version."""
+        return self._starts[-1][0]
+
+    def between(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return the versions of the tokens from `start` to `end`, with indices from `start`."""
+        if len(self._starts) == 1:  # usually
+            return ((self._starts[0][0], 0),) if start < end else ()
+        ends = [index for _, index in self._starts[1:]] + [end]
+        return tuple(
+            (version, max(first - start, 0))
+            for (version, first), last in zip(self._starts, ends, strict=True)
+            if max(first, start) < min(last, end)
+        )
 
 
 def _detokenizer(
@@ -149,16 +179,18 @@ class SampleState:
     params: SamplingParams
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    cumulative_logprob: float = 0.0  # sum of the log-probabilities that were read
+    cumulative_logprob: float = 0.0  # sum of the log-probabilities that the host has read
     answer: Answer | None = None  # state of the grammar; None without a grammar
     _detokenizer: Detokenizer = field(init=False)
-    _scores: bytearray = field(default_factory=bytearray)  # one packed row per output token
-    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # bytes per row of `_scores`
+    # One row of packed log-probabilities per output token.
+    _scores: bytearray = field(default_factory=bytearray)
+    _scores_width: int = 4 * NUM_TOKEN_COLUMNS  # number of bytes per row of `_scores`
     _cached_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # decoded `_scores`
     _stop_string: str | None = None
-    _is_complete: bool = False  # whether the grammar allows no more tokens
+    _is_complete: bool = False  # whether the grammar is complete and allows no further token
     _num_read: int = 0  # number of output tokens passed to the detokenizer
     _num_sent: int = 0  # output tokens returned in deltas
+    weight_versions: WeightVersions = field(default_factory=WeightVersions)
 
     def __post_init__(self):
         self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
@@ -166,8 +198,8 @@ class SampleState:
     def accept_token(self, reason: FinishReason | None) -> bool:
         """Process the newest token of the sequence.
 
-        If the request has no stop strings, the caller may skip the calls for all tokens but the
-        last of the sequence.
+        If the request has no stop strings, the caller need only pass the last token of the
+        sequence.
 
         Args:
             reason: Why the token ended the sequence; None if the sequence continues.
@@ -179,16 +211,18 @@ class SampleState:
             GrammarError: The grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            # If this is the last token, ignore an error of the grammar: it concerns the next token.
+            # An error of the grammar concerns the next token, so ignore the error after the last
+            # token.
             if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
-            return False  # `take_delta` and `output` detokenize the text
+            return False  # the text is not needed yet: `take_delta` and `output` will detokenize it
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
-            # Release the text now, because other samples of the request may run much longer.
+            # Release the held-back text now, because other samples of the request may run much
+            # longer.
             self._detokenizer.finish()
         return stop is not None or self._is_complete
 
@@ -223,6 +257,7 @@ class SampleState:
             logprobs=self._make_logprobs() if wants_logprobs else None,
             finish_reason=self.sequence.finish_reason,
             stop_reason=None if self.sequence.finish_reason is None else self._find_stop_reason(),
+            weight_versions=self.weight_versions.between(0, self.sequence.num_output_tokens),
         )
 
     @property
@@ -245,6 +280,7 @@ class SampleState:
             logprobs=list(self._make_logprobs(start)) if self.params.logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
+            weight_versions=self.weight_versions.between(start, self._num_sent),
         )
 
     def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
@@ -314,8 +350,10 @@ class RequestState:
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     undelivered_samples: list[SampleState] = field(init=False)
-    _reads_every_token: bool = field(init=False)  # any token may complete a stop string
+    # True with stop strings, which any token may complete.
+    _reads_every_token: bool = field(init=False)
     _is_ranked: bool = field(init=False)
+    _beam_versions: WeightVersions = field(default_factory=WeightVersions)  # of all beams
     _has_sent_prompt_logprobs: bool = False
     _prompt_scores: list[np.ndarray] = field(default_factory=list)  # packed, one row per token
     _num_scored: int = 0  # rows of `_prompt_scores`
@@ -332,7 +370,8 @@ class RequestState:
         self.undelivered_samples = list(self.samples)
         self._reads_every_token = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
-        if self.constraint is not None:  # the mask of a token depends on the token before it
+        # No drafts: with a grammar, a token's mask depends on the token before it.
+        if self.constraint is not None:
             self.request.takes_drafts = False
 
     @property
@@ -344,6 +383,14 @@ class RequestState:
     def is_constrained(self) -> bool:
         """Whether the request has a grammar."""
         return self.constraint is not None
+
+    def start_version(self, version: int) -> None:
+        """Record that weights with this version make all tokens that are not read yet."""
+        for sample in self.samples:
+            if sample.sequence.finish_reason is None:
+                sample.weight_versions.add(version, sample.sequence.num_output_tokens)
+        if self.request.beam is not None and self.request.live_sequences:
+            self._beam_versions.add(version, self.request.live_sequences[0].num_output_tokens)
 
     def check_grammar(self) -> None:
         """Wait until the grammar is compiled. Raise GrammarError if the compilation failed."""
@@ -406,7 +453,7 @@ class RequestState:
             self._num_scored += len(new)
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error, even if it has just finished. Keep the first error.
+        """End the request with an error, even if it has just finished; keep only the first error.
 
         If the grammar and the sampling parameters together allow no token, the error names both.
         """
@@ -421,8 +468,8 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if they allow a token. The logits of the model are then the cause of the missing
-        token.
+        Return None if they allow a token, because the model's logits are then the cause of the
+        missing token.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):
@@ -444,7 +491,7 @@ class RequestState:
             raise RuntimeError(f"request {self.request_id!r} failed") from self.error
 
     def finish(self) -> None:
-        """Record the end of the request, and release the text that the samples held back."""
+        """Record the end of the request, and release the held-back text of its samples."""
         self.metrics.finished_time = time.monotonic()
         for sample in self.samples:
             sample.finish()
@@ -484,8 +531,8 @@ class RequestState:
     def take_sample_deltas(self) -> Iterator[TextDelta]:
         """Yield the delta of each sample that has an update.
 
-        A delta is created when the generator reaches it. The delta therefore includes tokens that
-        arrived while the caller used the previous delta.
+        A delta is created when the generator reaches it. It therefore includes tokens that arrived
+        after the generator yielded the previous delta.
         """
         for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)
@@ -508,6 +555,7 @@ class RequestState:
             logprobs=scores.logprobs.tolist(),
             is_greedy=scores.is_greedy.tolist(),
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            weights_version=self.samples[0].weight_versions.last,
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -520,7 +568,8 @@ class RequestState:
     def _sample_outputs(self) -> list[CompletionOutput]:
         """Return all samples in their order, or the `n` best samples if the answers are ranked."""
         chosen, is_ranked = self.samples, self._is_ranked
-        if is_ranked:  # The sort is stable: among equal samples, the lower index comes first.
+        # The sort is stable, so samples with equal scores stay in the order of their indices.
+        if is_ranked:
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
@@ -549,6 +598,7 @@ class RequestState:
             if hypothesis.is_ended
             else None,
             score=hypothesis.score,
+            weight_versions=self._beam_versions.between(0, len(token_ids)),
         )
 
     def _make_prompt_logprobs(self) -> PromptLogprobs | None:

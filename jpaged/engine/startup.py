@@ -78,9 +78,9 @@ class ProgressLog:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The objects that an `Engine` consists of."""
+    """The parts of an `Engine`, such as scheduler and model runner."""
 
-    folder: Path | None  # folder of the checkpoint; None for a user's model
+    folder: Path | None  # folder of the model's checkpoint; None for a user's model
     preprocessor: Preprocessor
     model_config: ModelSizes
     runtime_config: RuntimeConfig
@@ -154,8 +154,8 @@ def build_jax_model_parts(
 ) -> EngineParts:
     """Build all parts of an engine for a user's model.
 
-    The function changes no JAX setting and leaves the garbage collector alone, because a trainer
-    may own the process.
+    The function changes neither JAX's settings nor the garbage collector, because the process may
+    belong to a training program.
 
     Args:
         config: Options of the engine.
@@ -356,7 +356,8 @@ def _plan_model(
             "omit the option"
         )
     model = replace(model, enable_expert_parallel=config.enable_expert_parallel)
-    model.shard(config.tensor_parallel_size)  # raises an error before any weights are read
+    # If the devices cannot split the model, fail before weights are read.
+    model.shard(config.tensor_parallel_size)
     check_device(device, model.head_size)
     dtype = resolve_dtype(config.dtype, model, device.platform)
     kv_cache_dtype = _choose_kv_cache_dtype(config.kv_cache_dtype, model, dtype, device)
@@ -554,7 +555,7 @@ def end_token_ids(
 def _choose_preemption(
     config: EngineConfig, runtime: RuntimeConfig, runner: ModelRunner, log: ProgressLog
 ) -> PreemptionPolicy:
-    """Return how to preempt requests: by recomputing or by swapping. Measure the costs of both only
+    """Choose whether preempted requests are recomputed or swapped. Measure the costs of both only
     if `preemption_mode` is "auto"."""
     mode = PreemptionMode(config.preemption_mode)
     if not runtime.num_host_blocks:

@@ -59,7 +59,7 @@ class StepRecorder:
     ):
         self.launches: list[RecordedLaunch] = []
         self._runner, self._before_launch = runner, before
-        # Attributes of the runner that the recorder has replaced; None if the recorder is not
+        # Methods of the runner that the recorder has replaced, by name; None while it is not
         # recording.
         self._original_attributes: dict[str, Any] | None = None
         self._launch: Any = None
@@ -95,7 +95,8 @@ class StepRecorder:
         if self._runner.launch_layers is not self._launch:
             raise RuntimeError("another StepRecorder was opened later: close that one first")
         for name in _WRAPPED_ATTRIBUTES:
-            delattr(self._runner, name)  # restores the method of the class
+            # Deleting the attribute makes the method of the class visible again.
+            delattr(self._runner, name)
         vars(self._runner).update(self._original_attributes)
         self._original_attributes = None
 

@@ -66,9 +66,9 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of token rows, without the padding after the last row of a running sequence.
+        """Number of token rows up to the last row of a running sequence. Later rows are padding.
 
-        Rows of finished sequences that come before that last row are counted too.
+        Rows of finished sequences before this row are counted too.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]
@@ -103,10 +103,10 @@ RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
 def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
-    """Return inputs with which decode and verify steps run the prefill kernel too.
+    """Return inputs that make decode and verify steps run the prefill kernel too.
 
-    Batch-invariant attention needs one kernel for all steps. A padding sequence gets `num_queries`
-    as its length, and reads the null block.
+    Batch-invariant attention needs one kernel for all steps. The length of a padding sequence is
+    set to `num_queries`, and the sequence reads the null block.
     """
     if attention.query_start_loc is not None:
         return attention
@@ -135,8 +135,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     "yarn" divides low frequencies, keeps high ones, and interpolates between.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    # Compute the power in float64: in float32, numpy can be one ulp off where torch is not, and the
-    # error of the angle grows with the position.
+    # Compute the power in float64. In float32, numpy's result can differ from torch's by one ulp,
+    # and the error of the angle grows with the position.
     powers = np.float64(rope.theta) ** exponents.astype(np.float64)
     frequencies = np.float32(1) / powers.astype(np.float32)
     if rope.rope_type == "linear":
@@ -201,7 +201,7 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
 def attend_paged(
     q: Float[Array, "T N H"], kv: LayerKV, attention: AttentionInputs, **options: Any
 ) -> Float[Array, "T N H"]:
-    """Compute attention of a step's queries over a layer's pool, by the op for the kind of step.
+    """Compute attention of a step's queries over a layer's pool, for any kind of step.
 
     Args:
         q: Queries of the step's tokens.
@@ -239,7 +239,7 @@ def attend_projected(
     scales: KVScales | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "T N H"], LayerKV]:
-    """Write the tokens' K and V, and compute attention, from projected queries, keys and values.
+    """Write the tokens' K and V to the pool, and compute attention, from the projected QKV heads.
 
     Args:
         qkv: Split-K partials of each token's query heads, key heads and value heads.
@@ -296,7 +296,7 @@ def _store_projected(
     if norms is not None:
         q = normalize_rows(q, norms.q, norms.eps, batch_invariant=False)
         k = normalize_rows(k, norms.k, norms.eps, batch_invariant=False)
-    # K and V need no FP8 scales: an FP8 pool has an even head size, so it does not get here.
+    # K and V need no FP8 scales here, because an FP8 pool always has an even head size.
     k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
     return q, write_kv(kv, k, v, slots, backend=backend)
 
@@ -314,7 +314,7 @@ class Attention(nnx.Module):
     """Self-attention of one layer over the paged pool.
 
     For an FP8 pool, `k_scale` and `v_scale` are the scales of keys and values, each float32 [1]
-    (see `KVScales`). For other pools both are None.
+    (see `KVScales`). For other pools, both scales are None.
     """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
@@ -371,7 +371,7 @@ class Attention(nnx.Module):
             for it in (q, k)
         ]
         means = jnp.concatenate(squares, axis=1)
-        means = all_mean(means) if self.is_shared else means  # one all-reduce for q and k
+        means = all_mean(means) if self.is_shared else means  # q and k share one all-reduce
         scales = [jax.lax.rsqrt(means[:, i : i + 1] + norm.eps) for i, norm in enumerate(norms)]
         q, k = (
             (it.astype(jnp.float32) * scale).astype(dtype) * norm.scale.reshape(1, *it.shape[1:])

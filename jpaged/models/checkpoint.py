@@ -95,11 +95,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """A mapping from one checkpoint tensor to a parameter, or to a piece of a fused parameter.
+    """A mapping from one checkpoint tensor to a parameter, or to one part of a fused parameter.
 
     A parameter's path is the dotted path of its `nnx.Param` in the model, without `Linear.format`,
-    such as `layers.0.attention.qkv.weight`. Several rules may fill one fused parameter, one piece
-    each.
+    such as `layers.0.attention.qkv.weight`. Several rules may fill one fused parameter, each rule
+    one part.
 
     Attributes:
         source: Name of the tensor, without the prefix of the `WeightRules`.
@@ -136,7 +136,7 @@ class WeightRule:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Index at which the piece begins, for each axis of the parameter where it is not 0."""
+        """Start of the filled part along each parameter axis; axes with start 0 are left out."""
         offsets = {self.axis: self.start}
         return offsets if self.expert is None else offsets | {0: self.expert}
 
@@ -147,7 +147,8 @@ class WeightRules:
 
     Attributes:
         rules: One rule for each pair of a tensor and a parameter that the tensor fills.
-        prefix: Regular expression of an optional prefix of all names but the output head's.
+        prefix: Regular expression for an optional prefix of tensor names. It does not apply to the
+            output head's name.
         ignored_pattern: Regular expression of the names, without prefix, of tensors that are known
             but not loaded, such as causal-mask buffers.
         head_prefix: Regular expression of an optional prefix of the output head's name.
@@ -215,7 +216,7 @@ def check_model(model: str | Path) -> None:
 
         with _convert_hub_errors(str(model)):
             cached_path = try_to_load_from_cache(str(model), "config.json")
-            if isinstance(cached_path, str):  # start without a network if config.json is cached
+            if isinstance(cached_path, str):  # if config.json is cached, no network is needed
                 folder = Path(cached_path).parent
             else:
                 folder = Path(snapshot_download(str(model), allow_patterns=["config.json"]))
@@ -251,7 +252,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 
 def _local_folder(model: str | Path) -> Path | None:
-    """Return the local folder that `model` names; None if `model` may be a hub id.
+    """Return `model` as a local folder; None if it is not a folder but may be a hub id.
 
     Raises:
         CheckpointError: `model` is a file, or is neither a folder nor a possible hub id, or the
@@ -303,7 +304,7 @@ def _hub_error_text(error: Exception) -> str:
 
     if isinstance(
         error, errors.LocalEntryNotFoundError
-    ):  # the network failed, and no file of the model is cached
+    ):  # The network failed, and no file of the model is cached.
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError) or status == 403:
@@ -347,7 +348,7 @@ def read_config(folder: Path) -> dict:
 
 
 def read_generation_config(folder: Path) -> dict:
-    """Return the content of the folder's generation_config.json; empty if the file is missing.
+    """Return the content of the folder's generation_config.json; an empty dict if it is missing.
 
     Raises:
         CheckpointError: The file does not hold a JSON object.
@@ -376,10 +377,10 @@ def _read_json_object(file: Path, remedy: str) -> dict:
 
 
 def read_tensor_infos(folder: Path) -> list[TensorInfo]:
-    """Return all tensors of a checkpoint in the order of its files; only headers are read.
+    """Read the headers of a checkpoint's files, and return all tensors in the order of the files.
 
-    A name that two files hold appears twice. If the folder has an index, its entries must match the
-    tensors in the files.
+    If two files contain the same tensor name, the name appears twice. If the folder has an index,
+    its entries must match the tensors in the files.
 
     Raises:
         CheckpointError: The folder has no safetensors file, a file is broken, or the files
@@ -477,7 +478,7 @@ def _read_byte_offsets(file: Path) -> dict[str, int]:
 
 
 def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
-    """Return rows of a tensor in the dtype of its file; a tensor without axes is read whole.
+    """Return rows of a tensor in the dtype of its file; a scalar is read whole.
 
     Raises:
         CheckpointError: The file has been changed since its header was read.

@@ -1,8 +1,9 @@
-"""`ModelConfig`, and the functions with which model families read it from a `config.json`.
+"""`ModelConfig`, and functions that read it from a `config.json`.
 
 A family's `describe(fields)` reads fields through `ConfigFields` and returns a `ModelConfig`.
 Errors name the field, its value and the supported values. Some fields change the computation of
-some models. If a family does not read such a field, only values that change nothing are accepted.
+some models. A family that does not read such a field accepts only values that do not change its
+computation.
 """
 
 import math
@@ -86,7 +87,7 @@ class ExpertsConfig:
         object.__setattr__(self, "num_local_experts", self.num_local_experts or self.num_experts)
 
     def shard(self, count: int, by_expert: bool) -> "ExpertsConfig":
-        """Return the experts of each of `count` devices.
+        """Return the description of the experts on one of `count` devices.
 
         Args:
             count: Number of devices.
@@ -139,7 +140,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything on which the computation of a model depends, and the special tokens.
+    """Everything that determines the computation of a model, and its special tokens.
 
     Attributes:
         model_type: Hugging Face's name of the family.
@@ -397,8 +398,8 @@ REQUIRED = object()
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
-# Upper limits of fields, far above the values of real models. The limits bound the memory that a
-# wrong config can take before the config is compared with the checkpoint and the device.
+# Maximum values of config fields, far above the values of real models. Without maxima, a wrong
+# config could exhaust the memory before it is compared with the checkpoint.
 _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
@@ -407,10 +408,11 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
-# The default limit is lower than 2**31, because positions and token ids are 32-bit integers.
+# Maximum of fields without an entry in the dict above. It is below 2**31, because positions and
+# token ids are 32-bit integers.
 _DEFAULT_MAX_VALUE = 2**30
 
-# Fields that change the computation of some models, with the values that do not change it.
+# Config fields that some models use. Only the listed values do not change the computation.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -467,8 +469,8 @@ class ConfigFields:
     Attributes:
         values: Content of config.json, or of an object in it.
         defaults: Values of missing fields, preferred to the `default` argument of a method.
-        prefix: Text before a field's name in errors, such as "quantization_config." for the fields
-            of that object.
+        prefix: Text before a field's name in errors, such as "quantization_config." for fields of
+            the object `quantization_config`.
     """
 
     values: Mapping[str, Any]
@@ -534,14 +536,14 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
-        """Return an object field. Unless `required`, a missing or null field gives an empty one."""
+        """Return the fields of a nested object; empty if it is missing and not `required`."""
         value = self.get(name, REQUIRED) if required else self.get(name) or {}
         if not isinstance(value, Mapping):
             raise field_error(self.prefix + name, value, "an object")
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields as read that do not change the computation, so that no error names them."""
+        """Mark fields that do not change the computation as read, so that they cause no error."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:
@@ -575,7 +577,7 @@ class ConfigFields:
 def read_tokens_and_dtype(
     fields: ConfigFields, *, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Read the special tokens and the checkpoint's dtype, as arguments of `ModelConfig`.
+    """Return the special tokens and the checkpoint's dtype, as arguments of `ModelConfig`.
 
     Args:
         fields: Fields of the config.
@@ -623,7 +625,7 @@ def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -
 def read_rotary_config(
     fields: ConfigFields, model_type: str, default_head_size: int | None = None
 ) -> dict[str, Any]:
-    """Read the `ModelConfig` arguments of models with rotary embedding, except layers and tokens.
+    """Read arguments of `ModelConfig` for a model with rotary embedding.
 
     Args:
         fields: Fields of the config.
@@ -838,11 +840,11 @@ def read_rope(
 
 
 def _read_yarn(rope: ConfigFields, default_factor: float) -> dict[str, Any]:
-    """Return the fields of a `RopeConfig` that only YaRN has (Peng et al. 2023, arXiv:2309.00071).
+    """Read the `RopeConfig` fields that only YaRN uses (Peng et al. 2023, arXiv:2309.00071).
 
     Args:
         rope: Fields of the rotary embedding.
-        default_factor: Factor of a config whose `factor` is null.
+        default_factor: Default of `factor`, if it is null.
     """
     is_given = rope.get("factor", REQUIRED) is not None
     factor = rope.number("factor") if is_given else default_factor

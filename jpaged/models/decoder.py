@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
         update (see `LayersOutput`).
         """
         backend = attention.backend
-        # Only sparse layers skip padding rows, so only they need the number of tokens.
+        # Only sparse layers skip padding rows, so only sparse layers need the number of tokens.
         is_sparse = isinstance(self.mlp, SparseFeedForward)
         num_tokens = attention.num_tokens if is_sparse else None
         options = backend, attention.peer_header, num_tokens
@@ -288,8 +288,8 @@ class Decoder(nnx.Module):
     ) -> Float32[Array, "R V"]:
         """Return the logits of every token for each row of hidden states, in float32.
 
-        If `head.is_sharded`, each device returns the logits of its shard of the vocabulary.
-        In the default mode, `backend` is ignored and XLA computes the product.
+        If `head.is_sharded`, each device returns the logits of its shard of the vocabulary. Unless
+        the model is batch-invariant, `backend` is ignored and XLA computes the product.
         """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         logits, cap = self.head.logits(hidden, backend), self.config.final_soft_cap

@@ -73,8 +73,8 @@ class ExpertSource(NamedTuple):
 class ExpertFormat(nnx.Module):
     """Base class of the weight formats of experts.
 
-    The parameters are `gate_up` and `down`, and those that a subclass adds. With several devices,
-    each device holds a shard of the width or of the number of the experts.
+    The parameters are `gate_up` and `down`; subclasses add further parameters. With several
+    devices, each device holds either some of the experts or a shard of the width of all experts.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
@@ -145,7 +145,7 @@ class FP8ExpertFormat(ExpertFormat):
 
     The weights are `gate_up` [E, 2, F, D] and `down` [E, D, F]; the scales are
     `gate_up_weight_scale` [E, 2, F] and `down_weight_scale` [E, D] in float32. This class quantizes
-    the wider weights of a checkpoint while they are loaded.
+    the weights of an unquantized checkpoint while they are loaded.
     """
 
     is_grouped: ClassVar[bool] = False
@@ -161,7 +161,7 @@ class FP8ExpertFormat(ExpertFormat):
         self.down_weight_scale = zero_param(jnp.float32, count, *down)
 
     def _scale_shapes(self, inner: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the scales of one gate or up projection, and of one down."""
+        """Return the shapes of the scales of one expert: for gate or up, and for down."""
         return (inner,), (width,)
 
     @override
@@ -207,7 +207,8 @@ class FP8ExpertFormat(ExpertFormat):
         scale = scale.reshape(scale.shape[0], -1, *scale.shape[3:])
         values, row_scale = self._quantize(x, backend)
         inner = gated(values, weight, row_scale, scale, routing, **options)
-        # Groups lie within the shard of one device, but rows are split over the devices.
+        # If devices split the width, a row's scale needs the maximum over all devices. A group of
+        # numbers with one scale lies on a single device.
         is_split = self.is_width_sharded and not self.is_grouped
         values, row_scale = self._quantize(inner, backend, all_max if is_split else None)
         scale = self.down_weight_scale[...]
@@ -234,13 +235,13 @@ class FP8ChannelExpertFormat(FP8ExpertFormat):
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
         if source.expert is None:
-            return []  # no published checkpoint stacks weights with such scales
+            return []  # no published checkpoint has stacked experts with these scales
         count, width, inner = _sizes(config, experts)
         path, axes = f"{target}.{source.parameter}", (2, 0, 1)
         shape = 1, 1, inner
         if source.parameter == "down":
             shape, axes = (1, width), (1, 0)
-        # The file has one number, or [outputs, 1].
+        # In the checkpoint, the scales are one number or have the shape [outputs, 1].
         file_axes = None if cls.is_per_tensor else (axes, ())
         scale_layout = _layout(source, shape, file_axes, axis=1)
         scale_layout["is_scalar"] = cls.is_per_tensor
@@ -258,7 +259,7 @@ class FP8TensorExpertFormat(FP8ChannelExpertFormat):
 
 
 class FP8BlockExpertFormat(FP8ExpertFormat):
-    """FP8 weights with one scale per 128 x 128 block, and per 128 numbers of a row.
+    """FP8 weights with one scale per 128 x 128 block. Rows have one scale per 128 numbers.
 
     The scales are `gate_up_weight_scale` [E, 2, blocks of F, blocks of D] and `down_weight_scale`
     [E, blocks of D, blocks of F]. The last block of an axis may be smaller.
@@ -278,7 +279,7 @@ class FP8BlockExpertFormat(FP8ExpertFormat):
     ) -> list[WeightRule]:
         count, width, inner = _sizes(config, experts)
         if source.expert is None and inner % FP8_GROUP_SIZE:
-            return []  # a stacked tensor could have blocks that belong to both gate and up
+            return []  # a block of a stacked tensor could span gate and up
         path, suffix = (
             f"{target}.{source.parameter}",
             "_scale_inv" if source.expert is None else ".weight_scale",
@@ -292,7 +293,7 @@ class FP8BlockExpertFormat(FP8ExpertFormat):
 
 
 def _sizes(config: ModelConfig, experts: ExpertsConfig) -> tuple[int, int, int]:
-    """Return the number of experts of the device, the model's width and the experts' width."""
+    """Return the number of experts on the device, the model's width and the experts' width."""
     return experts.num_local_experts, config.hidden_size, experts.intermediate_size
 
 

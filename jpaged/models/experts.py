@@ -53,7 +53,7 @@ def router_logits(
 
 
 class ExpertNames(NamedTuple):
-    """Names of the tensors of a sparse feed-forward, within a layer of a checkpoint.
+    """Names of the tensors of a sparse feed-forward, relative to a layer's name in the checkpoint.
 
     Attributes:
         block: Name of the feed-forward in published checkpoints.
@@ -69,7 +69,7 @@ class ExpertNames(NamedTuple):
 class SparseFeedForward(nnx.Module):
     """The sparse feed-forward of a layer: the weighted sum of the experts that each token chooses.
 
-    `router` [E, D] is never quantized, and each device holds all of it. `format` owns the weights
+    `router` [E, D] is never quantized, and is replicated on all devices. `format` holds the weights
     of the experts.
     """
 

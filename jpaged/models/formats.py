@@ -62,10 +62,11 @@ class Projection:
         return tuple(size for _, size in self.parts)
 
     def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Return the range of the first output axis that each checkpoint module fills.
+        """Return, for each checkpoint module, the range of the first output axis that it fills.
 
         Args:
-            sources: Names of the modules: one per part, in order, or a single one for all parts.
+            sources: Names of the modules: one name per part, in order, or a single name for all
+                parts.
 
         Returns:
             The name, the start and the size of each range.
@@ -195,7 +196,7 @@ class UnquantizedFormat(WeightFormat):
 
 
 class BatchInvariantFormat(UnquantizedFormat):
-    """Unquantized weight whose products do not depend on the other rows of a step."""
+    """Unquantized weight. The product of a row does not depend on the other rows of the step."""
 
     @override
     def matmul_partials(self, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
@@ -213,8 +214,8 @@ class BatchInvariantFormat(UnquantizedFormat):
 
     @override
     def dense_weight(self) -> None:
-        # Return None to disable the kernel that fuses a whole layer. If the number of rows changes,
-        # this kernel may add products in another order.
+        # None disables the kernel that fuses a whole layer: the order of its sums depends on the
+        # number of rows, so its results are not batch-invariant.
         return None
 
 

@@ -85,13 +85,13 @@ class _FP8Base(WeightFormat):
 
     @property
     def static_scales(self) -> Float32[Array, "parts"] | None:
-        """Static scales of the activations, one per part; None if each row has its own scale."""
+        """Static scales of the activations, one per part; None if the scales are dynamic."""
         return None if self.input_scale is None else self.input_scale[...]
 
     def _gemm_operands(
         self, x: LinearInput, backend: Backend
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Quantize rows that are not quantized yet, and return the operands of a GEMM.
+        """Return the operands of an FP8 GEMM; quantize the rows unless they are quantized already.
 
         Returns:
             The rows in FP8 [T, inputs], the weight [outputs, inputs], and the scales of the rows
@@ -108,8 +108,8 @@ class _FP8Base(WeightFormat):
 class FP8Format(_FP8Base):
     """FP8 weight with one scale per output: `weight_scale` is float32 [*outputs].
 
-    This class quantizes the wider weights of a checkpoint while they are loaded. The subclasses
-    load checkpoints that are in FP8 already.
+    This class quantizes the weights of an unquantized checkpoint while they are loaded. The
+    subclasses load checkpoints that are in FP8 already.
     """
 
     name = "fp8"
@@ -139,7 +139,8 @@ class FP8Format(_FP8Base):
             source, start, size = source_range
             shape = size, *projection.trailing_shape
             rule = WeightRule(source + ".weight_scale", scale, shape, None, 0, start)
-            if cls.scale_granularity == "channel":  # the file stores the scales as [outputs, 1]
+            # The checkpoint stores the scales with shape [outputs, 1].
+            if cls.scale_granularity == "channel":
                 found.append(replace(rule, file_axes=(outputs, ())))
             elif cls.scale_granularity == "tensor":
                 found.append(replace(rule, is_scalar=True))
@@ -239,7 +240,7 @@ class FP8BlockFormat(_FP8Base):
 
 
 def _part_widths(projection: Projection) -> list[int]:
-    """Return the number of outputs of each part of a projection."""
+    """Return the number of outputs for each part of a projection."""
     return [size * math.prod(projection.trailing_shape) for size in projection.part_sizes]
 
 

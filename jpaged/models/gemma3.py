@@ -13,7 +13,7 @@ from jpaged.models.config import ConfigFields, LayerConfig, ModelConfig, RopeCon
 from jpaged.models.llama import TENSOR_NAMES, weight_rules
 from jpaged.models.qwen import QK_NORM_NAMES
 
-# Defaults of transformers: published configs omit fields that have these values.
+# Defaults of transformers. Published configs omit fields whose values equal these defaults.
 _DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,

@@ -111,7 +111,7 @@ class JaxModel:
                 )
 
     def compute_logits(self, params: Any, hidden: Array, step: ModelOps) -> Any:
-        """Return the result of `logits`, which gets `step` if it has a parameter of this name."""
+        """Call `logits`, and pass `step` if the function has a parameter `step`."""
         if _has_parameter(self.logits, "step"):
             return self.logits(params, hidden, step=step)
         return self.logits(params, hidden)
@@ -124,7 +124,7 @@ class JaxModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """`eos_token_ids` as a tuple, also if the user passed one int or None."""
+        """`eos_token_ids` as a tuple. The user may have passed a single int or None."""
         eos = self.eos_token_ids
         return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
@@ -135,12 +135,12 @@ class JaxModel:
 
 
 def _as_tuple(per_layer: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the size of each layer."""
+    """Return one size per layer; an int stands for the same size in all layers."""
     return (per_layer,) if isinstance(per_layer, int) else tuple(per_layer)
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter of a name; False if it has no signature."""
+    """Return whether a function has a parameter `name`; False if its signature is unknown."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -155,7 +155,7 @@ def _check_size(name: str, value: object) -> None:
 
 
 class JaxDecoder(nnx.Module):
-    """A user's model with the interface of `Decoder` that steps need.
+    """Wrapper that gives a user's model the methods of `Decoder` that a step calls.
 
     Args:
         model: The model.
@@ -183,7 +183,7 @@ class JaxDecoder(nnx.Module):
         attention: AttentionInputs,
         run_layers: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
-        """Run `forward` on the tokens of a step. See `Decoder`; `run_layers` is ignored."""
+        """Run `forward` on the tokens of a step, with the arguments of `Decoder.__call__`."""
         mode = {"batch_invariant": self.config.batch_invariant}
         step = ModelStep(self.model.layers, pool, attention, **mode)
         hidden = self.model.forward(self.params, token_ids, positions, step)
@@ -192,14 +192,16 @@ class JaxDecoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
     ) -> Float32[Array, "R V"]:
-        """Return the logits of some rows of hidden states, in float32."""
+        """Return the logits of the given rows of hidden states, in float32."""
         ops = ModelOps(backend, batch_invariant=self.config.batch_invariant)
         return self.model.compute_logits(self.params, hidden, ops).astype(jnp.float32)
 
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None, so that a step calls `logits`, which computes whole rows of logits."""
+        """Return None, because a user's model has no kernel for this. The caller uses `logits`
+        instead.
+        """
 
 
 StepModel = Decoder | JaxDecoder
@@ -222,7 +224,7 @@ class JaxModelPlan:
     abstract_model: JaxDecoder
 
     def load(self) -> JaxDecoder:
-        """Return the model, whose parameters are on the device already."""
+        """Return the model. Its parameters are on the device already, so nothing is loaded."""
         return self.abstract_model
 
     def with_kv_cache_dtype(self, dtype: str | None) -> "JaxModelPlan":
@@ -266,8 +268,18 @@ class JaxParameters:
     shapes: Any
     device: Any
 
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the parameters, which are the caller's arrays, in the order of the engine."""
+        leaves = jax.tree.leaves_with_path(self.shapes)
+        return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
+
+    def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return no parameters: without references of the engine, the caller can free them."""
+        return ()
+
     def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
-        """Check new parameters, and return a function that returns them.
+        """Check new parameters, and return a function without arguments that returns them.
 
         Args:
             params: The parameters, which the engine uses without a copy.
@@ -355,7 +367,7 @@ def plan_jax_model(
 
 
 def _check_parameters(params: Any, device: Any) -> Any:
-    """Return the pytree with the results of `_check_parameter`."""
+    """Apply `_check_parameter` to every leaf of a pytree."""
     return jax.tree.map_with_path(
         lambda path, leaf: _check_parameter(f"params{jax.tree_util.keystr(path)}", leaf, device),
         params,
@@ -406,7 +418,8 @@ def _trace(
     """
     dtypes: dict[int, jnp.dtype] = {}
     mode = {"batch_invariant": batch_invariant}
-    # Programs are traced with shapes and dtypes, which carry no weak types.
+    # Replace the arrays by shapes and dtypes, which have no weak types: the engine's programs are
+    # traced in this way too.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
@@ -444,7 +457,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
         Shapes of the result, and the trace (`jax.core.ClosedJaxpr`).
 
     Raises:
-        ValueError: The function keeps an array of its trace, which would fail in a later trace.
+        ValueError: The function keeps a traced array after it returns, which would fail when it is
+            traced again.
     """
     has_returned = False
 
@@ -459,8 +473,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
             trace, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
             return shapes, trace
     except Exception as error:
-        # JAX raises TypeError if the function returns something other than arrays. Another error
-        # after the function has returned means that the function kept an array of its trace.
+        # JAX raises TypeError if the function returns something other than arrays. If JAX raises
+        # another error after the function has returned, the function has kept a traced array.
         if has_returned and not isinstance(error, TypeError):
             raise ValueError(
                 f"{name} keeps an array between calls, for example in functools.cache: compute it "

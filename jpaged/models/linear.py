@@ -42,7 +42,7 @@ def apply_activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
     The result is in x's dtype for "relu", and in float32 for all other activations.
     """
     if name == "relu":
-        # relu is exact in any dtype. Without a cast, XLA fuses it into the preceding product.
+        # relu is exact in any dtype. Without a cast, XLA fuses relu into the preceding product.
         return jax.nn.relu(x)
     x = x.astype(jnp.float32)
     if is_silu(name):
@@ -120,7 +120,8 @@ class Linear(nnx.Module):
         With a bias, the result has a single partial.
         """
         if self.bias is not None:
-            # Reshape the bias to one row, so that XLA fuses the addition into its product.
+            # Reshape the bias to one row, so that XLA fuses the addition of the bias into the
+            # product.
             partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.output_shape)
 
@@ -131,7 +132,7 @@ class Linear(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """Apply `jpaged.models.norm.add_norm`, for a norm whose result only this projection reads.
+        """Add an update to the residual stream, and apply the norm before this projection.
 
         If the weight format quantizes rows, one kernel runs the RMSNorm and the quantization.
 
@@ -167,8 +168,8 @@ class Linear(nnx.Module):
     def dense_weight(self) -> Float[Array, "..."] | None:
         """Return the weight [*inputs, *outputs], for kernels that fuse several projections.
 
-        Return None if the projection has a bias or an all-reduce, or if the weight format stores no
-        such array.
+        Return None if the projection has a bias or an all-reduce, or if its format does not store
+        the weight in this layout.
         """
         is_product = self.bias is None and not self.projection.needs_all_reduce
         return self.format.dense_weight() if is_product else None
@@ -215,7 +216,7 @@ def linear_rules(
 def parameter_part_sizes(projection: Projection, name: str, axis: int) -> list[int]:
     """Return the size of each part of a projection's parameter along `axis`.
 
-    Return an empty list if the parts are concatenated along another axis.
+    Return an empty list if `axis` is not the axis along which the parts are concatenated.
 
     Args:
         projection: The projection.
@@ -287,7 +288,8 @@ class Embedding(nnx.Module):
         soft_cap: float | None,
         backend: Backend,
     ) -> TargetScores:
-        """Return the maximum, the sum of exponentials and the target's logit of each row of logits.
+        """Return, for each row of logits, the maximum, the sum of exponentials and the target's
+        logit.
 
         The log-probability of a target follows from these three numbers. The logits are never all
         in memory. If the table is sharded, the numbers cover this device's rows of the table.

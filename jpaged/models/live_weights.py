@@ -7,7 +7,7 @@ passes through the host, and at most one unsharded parameter is extra in memory 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,18 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
+from typing_extensions import override
 
 from jpaged.models.checkpoint import (
     FILE_DTYPES,
+    FP8_FILE_DTYPE,
     CheckpointError,
     TensorInfo,
     WeightRule,
     WeightRules,
+    read_rows,
+    read_tensor_infos,
+    resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.expert_formats import FP8ExpertFormat, expert_format
@@ -48,13 +53,16 @@ from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX
 
 _FILE_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
+_KEPT_SUFFIXES = (".k_scale", ".v_scale", ".input_scale")
+"""Suffixes of the paths of small parameters that an update may leave as they are."""
+
 WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 """Function from the parameters of an engine to new ones. The old arrays are donated."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The place of one array in an unsharded parameter; see `TensorPlacement`."""
+    """Position of one array within an unsharded parameter; see `TensorPlacement` for the fields."""
 
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
@@ -66,10 +74,10 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the pieces of one parameter are written, and the scales of a quantized parameter.
+    """Description of how the arrays of one parameter are written, with the scales of FP8 weights.
 
     Attributes:
-        pieces: Place of each array.
+        pieces: Position of each array within the parameter.
         shape, dtype: Shape and dtype of the unsharded parameter.
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         spec: How the devices split the parameter.
@@ -91,7 +99,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Write:
-    """The arrays of one parameter, by their names in the caller's tree."""
+    """New arrays that together fill one parameter."""
 
     path: str
     scale_path: str | None
@@ -100,16 +108,22 @@ class _Write:
 
 
 class ModelParameters:
-    """The parameters of a running engine with a built-in family, as far as an update needs them.
+    """Description of the parameters of a running engine, for replacing their values.
 
     Args:
         plan: The plan that loaded the model.
         devices: Devices of the engine.
+
+    Attributes:
+        shared_names: Names of the parameters that are arrays of the caller: none.
     """
+
+    shared_names: tuple[str, ...] = ()
 
     def __init__(self, plan: ModelPlan, devices: Sequence[Any]):
         self._plan, self._devices = replace(plan, placements=None), tuple(devices)
         self._specs = model_parameters(plan.abstract_model)
+        self._last_plan: tuple[Any, list[_Write]] | None = None
         named = with_parameters(plan.abstract_model, {path: path for path in self._specs})
         self._paths: tuple[str, ...] = tuple(jax.tree.leaves(nnx.state(named)))
 
@@ -118,7 +132,8 @@ class ModelParameters:
 
         Args:
             params: A dict from the names of a checkpoint's tensors to JAX arrays, or an `nnx.State`
-                of the family's model, or the state as nested dicts.
+                of the family's model, or the state as nested dicts, or the path of a folder with
+                safetensors files.
             check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
@@ -126,17 +141,52 @@ class ModelParameters:
             ValueError: A name is missing or unknown, an array has a wrong shape, dtype or device,
                 was deleted, or is not finite. The message names the arrays.
         """
+        if isinstance(params, Path):
+            if check_finite:
+                raise ValueError("check_finite needs arrays: omit it, or load the files first")
+            tensors = read_tensor_infos(_check_folder(params))
+            arrays = _FileTensors(tensors)
+            return partial(self._write, arrays, self._plan_writes(tensors, arrays, is_state=False))
         arrays, is_state = _flatten(params)
         for name, array in arrays.items():
             _check_array(name, array, self._devices)
-        writes = self._plan_writes(arrays, is_state=is_state)
+        tensors = [
+            TensorInfo(name, Path(), _file_dtype(it), it.shape) for name, it in arrays.items()
+        ]
+        writes = self._plan_writes(tensors, arrays, is_state=is_state)
+        jax.block_until_ready(arrays)  # raises the error of a computation before the first write
         if check_finite:
             check_all_finite(arrays)
         return partial(self._write, arrays, writes)
 
-    def _plan_writes(self, arrays: Mapping[str, jax.Array], *, is_state: bool) -> list[_Write]:
+    def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Free the parameters, and return them for the function that `prepare` returns.
+
+        Parameters that an update may leave as they are stay on the device.
+        """
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            if not path.endswith(_KEPT_SUFFIXES):
+                leaf.delete()
+        return leaves
+
+    def _plan_writes(
+        self, tensors: Sequence[TensorInfo], arrays: Mapping[str, Any], *, is_state: bool
+    ) -> list[_Write]:
+        """Check names, shapes and dtypes, and return the writes of all parameters.
+
+        An update like the last one gets the same writes, because planning takes longer than
+        launching them.
+        """
+        if not is_state:
+            self._check_head(arrays)
+        key = is_state, tuple((it.name, it.dtype, it.shape) for it in tensors)
+        if self._last_plan is None or self._last_plan[0] != key:
+            self._last_plan = key, self._make_plan(tensors, is_state=is_state)
+        return self._last_plan[1]
+
+    def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
-        is_quantized = any(it.dtype == FILE_DTYPES["F8_E4M3"] for it in arrays.values())
+        is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
         quantization = config.quantization
         has_fp8_format = quantization is not None and quantization.format is not UnquantizedFormat
         if quantization is not None and has_fp8_format and not is_quantized:
@@ -146,18 +196,12 @@ class ModelParameters:
                     "pass FP8 weights and their scales, as in the checkpoint"
                 )
             config = replace(config, quantization=replace(quantization, format=FP8Format))
-            # The static scales of the activations stay as they are.
+            # Keep the static scales of the activations: `params` does not contain new ones.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
-        shapes = {name: it.shape for name, it in arrays.items()}
         if is_state:
-            rules = _state_rules(config, specs, shapes)
+            rules, tensors = _state_rules(config, specs, tensors)
         else:
             rules = weight_rules(config)
-            self._check_head(arrays, rules)
-        tensors = [
-            TensorInfo(name, Path(), _file_dtype(arrays[name]), shape)
-            for name, shape in shapes.items()
-        ]
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
@@ -170,26 +214,20 @@ class ModelParameters:
             placed.setdefault(placement.path, []).append(placement)
         return [self._plan_write(path, found) for path, found in placed.items()]
 
-    def _check_head(self, arrays: Mapping[str, jax.Array], rules: WeightRules) -> None:
-        """Check that the head equals the embedding, if the engine's model ties them."""
+    def _check_head(self, arrays: Mapping[str, Any]) -> None:
+        """If the output head is tied to the embedding, check that both arrays have equal values."""
         if not self._plan.config.tie_word_embeddings:
             return
         untied = weight_rules(replace(self._plan.config, tie_word_embeddings=False))
-        found = {
-            rule.target: (name, array)
-            for name, array in arrays.items()
-            if (rule := untied.find(name)) is not None
-        }
-        if (head := found.get("lm_head.weight")) is None:
-            return
-        embed = found.get("embed.weight")
+        names = {rule.target: name for name in arrays if (rule := untied.find(name)) is not None}
+        head, embed = names.get("lm_head.weight"), names.get("embed.weight")
         dtype = self._plan.unsharded_specs["embed.weight"].dtype
-        if embed is not None and not _are_equal(head[1], embed[1], dtype):
-            raise ValueError(
-                f"{head[0]} differs from {embed[0]}, but the engine's model ties them: omit "
-                f"{head[0]}, or set tie_word_embeddings to false in config.json and create a new "
-                "engine"
-            )
+        if head is None or embed is None or _are_equal(arrays[head], arrays[embed], dtype):
+            return
+        raise ValueError(
+            f"{head} differs from {embed}, but the engine's model ties them: omit {head}, or set "
+            "tie_word_embeddings to false in config.json and create a new engine"
+        )
 
     def _plan_write(self, path: str, placements: Sequence[TensorPlacement]) -> _Write:
         plan, rule = self._plan, placements[0].rule
@@ -218,7 +256,7 @@ class ModelParameters:
         return _Write(path, scale_path, names, layout)
 
     def _split(self, path: str) -> tuple[PartitionSpec | None, tuple[tuple[ShardSlice, ...], ...]]:
-        """Return how the devices split a parameter, and the boxes that each device holds."""
+        """Return how the devices split a parameter, and each device's boxes (rectangular parts)."""
         mesh, sharding = self._plan.mesh, self._specs[path].sharding
         if mesh is None or sharding is None:
             return None, ()
@@ -227,7 +265,7 @@ class ModelParameters:
 
     def _write(
         self,
-        arrays: Mapping[str, jax.Array],
+        arrays: Mapping[str, Any],
         writes: Iterable[_Write],
         leaves: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
@@ -236,9 +274,9 @@ class ModelParameters:
         mesh = self._plan.mesh
         for write in writes:
             tensors = tuple(on_mesh(arrays[name], mesh) for name in write.names)
-            scale = None if write.scale_path is None else values[write.scale_path]
+            scale = None if write.scale_path is None else _allocated(values[write.scale_path])
             values[write.path], scale = _write_parameter(
-                values[write.path], scale, tensors, layout=write.layout
+                _allocated(values[write.path]), scale, tensors, layout=write.layout
             )
             if write.scale_path is not None:
                 values[write.scale_path] = scale
@@ -246,7 +284,7 @@ class ModelParameters:
 
 
 def _flatten(params: Any) -> tuple[dict[str, Any], bool]:
-    """Return the leaves by name, and whether the names are paths of parameters.
+    """Return the leaves of `params` by name, and whether the names are parameter paths.
 
     A flat dict has names of a checkpoint's tensors. Any other tree is the state of a model.
     """
@@ -305,8 +343,8 @@ def _file_dtype(array: jax.Array) -> str:
 def _state_rules(
     config: ModelConfig,
     specs: Mapping[str, jax.ShapeDtypeStruct],
-    shapes: dict[str, tuple[int, ...]],
-) -> WeightRules:
+    tensors: Sequence[TensorInfo],
+) -> tuple[WeightRules, list[TensorInfo]]:
     """Return the rules that map the state of a model to the parameters of the engine.
 
     A parameter has its own name in the state. If the engine quantizes a projection, and the state
@@ -316,10 +354,13 @@ def _state_rules(
     Args:
         config: Config of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
-        shapes: Shapes of the arrays in the state by name. Weights that are quantized get the shape
-            [inputs, outputs] that the rules expect.
+        tensors: Arrays in the state.
+
+    Returns:
+        The rules, and the tensors. Weights that are quantized have the shape [inputs, outputs] that
+        the rules expect.
     """
-    quantized, rules = set[str](), list[WeightRule]()
+    quantized, rules, shapes = set[str](), list[WeightRule](), dict[str, tuple[tuple, tuple]]()
     for path in specs:
         module, _, name = path.rpartition(".")
         projection = config.projection(module)
@@ -329,16 +370,45 @@ def _state_rules(
             continue
         rules += projection.format.rules(projection, [module], module, transposed=False)
         quantized |= {path, f"{module}.weight_scale"}
-        if shapes.get(path) == (*projection.input_shape, *projection.output_shape):
-            sizes = projection.input_shape, projection.output_shape
-            shapes[path] = math.prod(sizes[0]), math.prod(sizes[1])
+        shapes[path] = projection.input_shape, projection.output_shape
     for index, layer in enumerate(config.layers):
         if layer.experts is not None and expert_format(config, index) is FP8ExpertFormat:
-            found = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
-            quantized |= {path for it in found for path in (it.target, it.scale_path) if path}
-            rules += found
+            experts = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
+            quantized |= {path for it in experts for path in (it.target, it.scale_path) if path}
+            rules += experts
     rules += [WeightRule(path, path) for path in specs if path not in quantized]
-    return WeightRules(rules)
+    return WeightRules(rules), [
+        replace(it, shape=tuple(math.prod(sizes) for sizes in found))
+        if (found := shapes.get(it.name)) is not None and it.shape == found[0] + found[1]
+        else it
+        for it in tensors
+    ]
+
+
+class _FileTensors(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name, which are read when they are needed."""
+
+    def __init__(self, tensors: Sequence[TensorInfo]):
+        self._tensors = {it.name: it for it in tensors}
+
+    @override
+    def __getitem__(self, name: str) -> np.ndarray:
+        return read_rows(self._tensors[name], slice(None))
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _check_folder(folder: Path) -> Path:
+    """Return the folder, which must exist and contain only regular files to read."""
+    if not folder.is_dir():
+        raise ValueError(f"params={str(folder)!r} is not a folder: pass a checkpoint's folder")
+    return resolve_checkpoint(folder)
 
 
 def check_all_finite(arrays: Mapping[str, jax.Array]) -> None:
@@ -361,7 +431,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array.astype(jnp.float32)).all()
 
 
-def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
+def _are_equal(one: Any, other: Any, dtype: DTypeLike) -> bool:
     """Return whether two arrays have equal values in `dtype`."""
     if one is other:
         return True
@@ -369,16 +439,24 @@ def _are_equal(one: jax.Array, other: jax.Array, dtype: DTypeLike) -> bool:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def _equals(one: jax.Array, other: jax.Array, dtype: np.dtype) -> jax.Array:
+def _equals(one: Any, other: Any, dtype: np.dtype) -> jax.Array:
     return (one.astype(dtype) == other.astype(dtype)).all()
 
 
-def on_mesh(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return the array with a copy on each tensor-parallel device, by transfers between devices."""
+def _allocated(leaf: jax.Array) -> jax.Array:
+    """Return the parameter, or zeros if it was released."""
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) if leaf.is_deleted() else leaf
+
+
+def on_mesh(array: Any, mesh: Mesh | None) -> Any:
+    """Return the array with a copy on each tensor-parallel device.
+
+    A JAX array does not pass through the host. An array of a file is in host memory.
+    """
     if mesh is None:
         return array
     replicated = axis_sharding(mesh, None)
-    if len(array.devices()) == 1:
+    if isinstance(array, np.ndarray) or len(array.devices()) == 1:
         return jax.device_put(array, replicated)
     return jax.jit(_identity, out_shardings=replicated)(array)
 
@@ -401,7 +479,7 @@ def _write_parameter(
         param: Old values.
         scale: Old scales of a parameter that is quantized; otherwise None.
         tensors: Arrays in the order of `layout.pieces`.
-        layout: Places of the arrays.
+        layout: Positions of the arrays within the parameter.
     """
     if layout.mesh is None:
         return _write_pieces(param, scale, tensors, layout)
@@ -444,7 +522,8 @@ def _write_pieces(
 def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
     """Return the FP8 scale of each output, with the bits that the loader computes."""
     found = max_abs(slab, piece.axis_order, piece.num_output_axes)
-    # XLA turns a division by a number into a product with the reciprocal, which rounds differently.
+    # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
+    # constant, and the result would be rounded differently.
     divisor = jax.lax.optimization_barrier(jnp.full(found.shape, FP8_MAX, jnp.float32))
     return jnp.maximum(found, jnp.float32(FP8_MIN_ABSMAX)) / divisor
 
@@ -452,9 +531,10 @@ def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
 def _write_boxes(
     shard: jax.Array, whole: jax.Array, boxes: Sequence[Sequence[ShardSlice]]
 ) -> jax.Array:
-    """Write this device's boxes of an unsharded array into its shard."""
+    """Copy this device's boxes (rectangular parts) of an unsharded array into its shard."""
     index = jax.lax.axis_index(MESH_AXIS)
-    for device_boxes in zip(*boxes, strict=True):  # the same box of every device
+    # Handle the boxes with the same index on all devices together.
+    for device_boxes in zip(*boxes, strict=True):
         starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
         first = device_boxes[0]
         part = jax.lax.dynamic_slice(whole, list(starts), first.shape)

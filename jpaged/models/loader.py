@@ -87,7 +87,7 @@ ParameterSpecs = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """The place of one checkpoint tensor in a parameter.
+    """Position of one checkpoint tensor within a parameter.
 
     Attributes:
         tensor: The checkpoint tensor.
@@ -116,9 +116,9 @@ class TensorPlacement:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether the tensor is read in a single slab.
+        """Whether the whole tensor is read at once.
 
-        This is true for single numbers. It is also true for tensors that are quantized to FP8 while
+        This is true for scalars. It is also true for tensors that are quantized to FP8 while
         loading and stored as [in, out], as in GPT-2, because an output's scale needs all inputs.
         """
         return self.rule.is_scalar or self.axis_order[0] >= self.num_output_axes > 0
@@ -176,7 +176,7 @@ class ModelPlan:
         return with_parameters(self.abstract_model, arrays)
 
     def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
-        """Return the parts of the unsharded parameter that a device holds."""
+        """Return the boxes (rectangular parts) of an unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
         shard_shape = per_device_shape(model_parameters(self.abstract_model)[path])
         unsharded_shape, parts = self.unsharded_specs[path].shape, ()
@@ -200,7 +200,8 @@ class DeviceShard:
     Attributes:
         device: The JAX device; None for JAX's default device.
         specs: Shape and dtype of the device's shard of each parameter, by path.
-        slices: Boxes of each unsharded parameter that the device holds, by path.
+        slices: For each path, the boxes (rectangular parts) of the unsharded parameter that are on
+            the device.
         arrays: The shards of parameters that have been allocated so far, by path.
     """
 
@@ -218,7 +219,7 @@ class DeviceShard:
         addend: float = 0.0,
         scale: np.ndarray | None = None,
     ) -> jax.Array:
-        """Write the device's part of a slab into the device's shard of a parameter.
+        """Write this device's part of a slab (rows of a checkpoint tensor) into its parameter.
 
         Args:
             path: Path of the parameter, which is allocated at the first write.
@@ -256,7 +257,7 @@ class DeviceShard:
     def slab_slices(
         self, path: str, slab: np.ndarray, start: np.ndarray, axis_order: tuple[int, ...]
     ) -> Iterator[tuple[ShardSlice, list[slice]]]:
-        """Yield the device's parts of a slab.
+        """Yield the parts of a slab (rows of a checkpoint tensor) that belong to this device.
 
         A part is a pair: a box of the unsharded parameter that the device holds, and the range of
         the slab that falls into the box, on each axis of the parameter.
@@ -273,13 +274,13 @@ class DeviceShard:
                 )
 
     def fill_missing(self) -> None:
-        """Set the parameters that no slab was written to, such as KV-cache scales, to ones."""
+        """Set parameters that the checkpoint does not contain, such as KV-cache scales, to ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
     def fill_random(self, unsharded_specs: ParameterSpecs, seed: int) -> None:
-        """Fill all parameters with random values that do not depend on the number of devices.
+        """Fill all parameters with random values, which are the same for any number of devices.
 
         Args:
             unsharded_specs: Parameters of the model on a single device.
@@ -322,8 +323,9 @@ def plan_model(
 ) -> ModelPlan:
     """Check a checkpoint against its config and plan how to load its weights.
 
-    Only headers are read, and the weights of an output head that the config ties to the embedding.
-    A warning reports a head that differs from the embedding although the config ties both.
+    Only the headers of the files are read. One exception: if the config ties the output head to the
+    embedding and the checkpoint contains both, their values are compared. If they differ, a warning
+    is logged and the head is loaded separately.
 
     Args:
         folder: Checkpoint folder or hub id; ignored if `load_format` is "dummy".
@@ -375,7 +377,8 @@ def _check_num_layers(
     num_layers = 0
     for tensor in tensors:
         if number := _LAYER_NUMBER.search(tensor.name):
-            # Look up the rule of layer 0, because the config may lack the layer of this tensor.
+            # Find the tensor's rule by the name for layer 0: the weight rules do not cover layers
+            # that the config does not have.
             rule = rules.find(_LAYER_NUMBER.sub("0", tensor.name, count=1))
             if rule is not None and rule.target and rule.target.startswith("layers.0."):
                 num_layers = max(num_layers, int(number[0]) + 1)
@@ -446,7 +449,7 @@ def model_parameters(model: nnx.Module) -> dict[str, Any]:
 
 
 def _unsharded_specs(config: ModelConfig, dtype: DTypeLike) -> ParameterSpecs:
-    """Return shape and dtype of the parameters of the model on a single device, by path."""
+    """Return shape and dtype of each parameter by path, for the model on a single device."""
     return model_parameters(make_abstract_model(config, dtype))
 
 
@@ -495,7 +498,7 @@ def plan_weights(
         tensors: All tensors of the checkpoint.
         rules: Weight rules of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
-        subject: What holds the tensors, for the error.
+        subject: First words of the error message, which name the source of the tensors.
 
     Returns:
         The placements, in the order of `tensors`.
@@ -545,7 +548,7 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Add an entry to `problems` for each parameter that is not filled exactly once."""
+    """Add an entry to `problems` for each parameter with missing or doubly filled elements."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
         found = [rule for rule in path_rules if rule in names]
@@ -632,11 +635,13 @@ def _place_tensor(
 def _load_tensors(placements: Iterable[TensorPlacement], shards: Sequence[DeviceShard]) -> None:
     """Fill the devices' parameters in the order of `placements`, which is the order of the files.
 
-    Each slab is read once and written to all devices that hold a part of it.
+    A slab is a group of rows of one tensor. Each slab is read once, and each device stores its own
+    part of the slab.
     """
     for placement in placements:
         for start, rows in _split_into_slabs(placement):
-            # Assigning the slab to a variable would keep it while the next slab is read.
+            # Do not assign the result of `_read_slab` to a variable: the variable would keep a slab
+            # in memory while the next slab is read.
             _write_to_shards(placement, _read_slab(placement, rows), start, shards)
 
 
@@ -651,14 +656,15 @@ def _write_to_shards(
             shard.write_slab(rule.scale_path, scale, start[: scale.ndim], outputs)
     arguments = slab, start, axis_order, rule.addend, scale
     written = [shard.write_slab(placement.path, *arguments) for shard in shards]
-    # Wait, because reading ahead of the devices would accumulate slabs on the host.
+    # Wait for the transfers. Otherwise, slabs would accumulate in host memory if files are read
+    # faster than the devices copy.
     jax.block_until_ready(written)
 
 
 def _slab_scales(
     placement: TensorPlacement, slab: np.ndarray, start: np.ndarray, shards: Sequence[DeviceShard]
 ) -> np.ndarray:
-    """Return the FP8 scale of each output of a slab, which is a group of rows of a tensor.
+    """Return the FP8 scale for each output in a slab (rows of a checkpoint tensor).
 
     If the devices split the inputs, the scale covers the inputs of all devices.
     """
@@ -679,12 +685,12 @@ def _slab_scales(
 
 @partial(jax.jit, static_argnames=("axis_order", "count"))
 def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Array:
-    """Return the maximum absolute value of each output of a slab; outputs are the first axes.
+    """Return the maximum absolute value for each output in a slab (rows of a tensor).
 
     Args:
         slab: Values with the axes of the file.
         axis_order: Parameter axis of each axis of the slab.
-        count: Number of parameter axes that are outputs.
+        count: Number of leading parameter axes that are outputs.
     """
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
@@ -715,18 +721,19 @@ def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
 
 
 def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, slice]]:
-    """Split a tensor into slabs of up to SLAB_BYTES, or one row if a row is larger.
+    """Split a tensor into slabs (groups of rows) of at most SLAB_BYTES, but at least one row.
 
     Yields:
-        The index of the slab's first element in the parameter (int32, one entry per axis), and the
-        slab's rows in the file.
+        Start, the index in the parameter of the slab's first element (int32, one entry per axis),
+        and the slice of the file's rows.
     """
     tensor, slowest, size = placement.tensor, placement.axis_order[0], math.prod(placement.shape)
     if placement.is_read_whole:
         yield placement.start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    # A slab must end where a row of the parameter and a row of the file both end.
+    # Each group of rows ends at a row boundary of the file that is also a row boundary of the
+    # parameter.
     common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))
@@ -747,7 +754,7 @@ def update_parameter(
     axis_order: tuple[int, ...],
     addend: float,
 ) -> jax.Array:
-    """Return a parameter with a slab written at `start`; see `DeviceShard.write_slab`."""
+    """Return a copy of `param` into which the array `slab` is written at the index `start`."""
     slab = jnp.transpose(slab, tuple(map(axis_order.index, range(len(axis_order)))))
     if scale is not None:
         slab = to_fp8(slab, jnp.expand_dims(scale, tuple(range(scale.ndim, slab.ndim))))
@@ -766,11 +773,11 @@ def _dummy_array(
     """Return random weights, made on the device. Norm weights and KV-cache scales are ones.
 
     A value depends only on the seed, the parameter's path and the index in the unsharded parameter.
-    So the model is the same for every number of devices.
+    Therefore, the number of devices does not change the model.
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    # This is a norm's weight or a KV-cache scale.
+    # Norm weights and KV-cache scales are the parameters that have one axis and are not biases.
     if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))

@@ -1,4 +1,4 @@
-"""The step that a user's model sees: attention over the pool, and fused operations.
+"""Operations for a user's model: attention over the pool, and fused operations.
 
 `ModelStep` is the argument `step` of `JaxModel.forward`; `ModelOps` is the argument of `logits`.
 Their operations are the kernels of the built-in model families. `TracedStep` and `TracedOps` have
@@ -75,9 +75,10 @@ class LayerHeads(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Partials:
-    """A product whose final sum is left to the operation that consumes it.
+    """Partial products whose sum is a matrix product. A later operation computes the sum.
 
-    The kernel that adds or rotates the product sums it too, which saves a kernel.
+    The kernel that normalizes or rotates the product also computes the sum, which saves a kernel
+    launch.
 
     Attributes:
         values: Partial products [parts, T, *outputs].
@@ -97,23 +98,23 @@ class Partials:
 
     @classmethod
     def tree_unflatten(cls, dtype, values):
-        """Rebuild the object. Skip `__init__`, because JAX may pass placeholders."""
+        """Rebuild the object without `__init__`: JAX may pass placeholders instead of arrays."""
         self = object.__new__(cls)
         vars(self).update(values=values[0], dtype=dtype)
         return self
 
 
 def _as_partials(product: Array | Partials) -> Partials:
-    """Return an array as a single partial product."""
+    """Wrap an array as `Partials` with one partial product; return `Partials` unchanged."""
     return product if isinstance(product, Partials) else Partials(product[None], product.dtype)
 
 
 class ModelOps:
-    """Fused operations for the functions of a user's model.
+    """Fused operations that the functions of a user's model may call.
 
     The operations run the kernels of the built-in model families on a GPU, and plain XLA elsewhere.
     With the engine's option `batch_invariant`, the bits of a row do not depend on other rows.
-    Products accumulate in float32. Rows and weights have one dtype.
+    Products accumulate in float32. Rows and weights must have the same dtype.
     """
 
     def __init__(self, backend: Backend, *, batch_invariant: bool = False):
@@ -187,7 +188,7 @@ class ModelOps:
         return self._call("add_rms_norm", _add_rms_norm, hidden, values, weight, eps=eps)
 
     def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-        """Run an operation for this object's backend and mode."""
+        """Run an operation with this object's backend and `batch_invariant` mode."""
         mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
         return function(*arrays, **options, **mode)
 
@@ -246,7 +247,7 @@ def _experts(
 
 
 class ModelStep(ModelOps):
-    """One step of the engine, as `forward` sees it.
+    """Argument of `forward` that stands for one step of the engine.
 
     `forward` calls `attend` or `rope_attend` once for each layer, in any order. An object is valid
     during one call of `forward`.
@@ -266,7 +267,8 @@ class ModelStep(ModelOps):
         self._attended: dict[int, LayerKV] = {}
         self._trace = get_opaque_trace_state()
 
-    # The arrays are not annotated with shapes: `attend` checks them and names the layer.
+    # The parameters have no jaxtyping shapes: `attend` checks the shapes itself, so that its errors
+    # can name the layer.
     def attend(
         self,
         layer: SupportsIndex,
@@ -372,10 +374,10 @@ class ModelStep(ModelOps):
         return self._call("experts", _experts, *arrays, **options)
 
     def take_pool(self) -> tuple[LayerKV, ...]:
-        """Return the updated pool.
+        """Return the pool with the keys and values that `forward` has written.
 
         Raises:
-            ValueError: `forward` has not attended all layers.
+            ValueError: `forward` has not called `attend` for every layer.
         """
         missing = [str(i) for i in range(len(self._layers)) if i not in self._attended]
         if missing:
@@ -387,7 +389,7 @@ class ModelStep(ModelOps):
         return tuple(self._attended[i] for i in range(len(self._layers)))
 
     def _check_layer(self, name: str, layer: SupportsIndex) -> int:
-        """Return the index of a layer that has not been attended yet."""
+        """Check the argument `layer` of an attention call, and return it as an int."""
         if isinstance(layer, Tracer):
             raise TypeError(f"{name}: layer is a traced value, but must be a Python int: {_UNROLL}")
         index = operator.index(layer)
@@ -475,7 +477,7 @@ class ModelStep(ModelOps):
     def _attend(
         self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
     ) -> tuple[Array, LayerKV]:
-        """Store keys and values and compute attention, for checked arguments.
+        """Store keys and values and compute attention. The arguments have been checked.
 
         All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
         which change no score.
@@ -504,7 +506,7 @@ class ModelStep(ModelOps):
         norms: HeadNorms | None,
         options: dict[str, Any],
     ) -> tuple[Array, LayerKV]:
-        """Compute `rope_attend` for checked arguments."""
+        """Do the work of `rope_attend`. The arguments have been checked."""
         kv, heads = self._pool[index], self._layers[index]
         mode = {"batch_invariant": self._batch_invariant}
         if (kv.k.shape[2], kv.head_size) == heads:
@@ -512,7 +514,8 @@ class ModelStep(ModelOps):
             return attend_projected(
                 qkv.values, kv, attention, angles, norms=norms, dtype=dtype, **mode, **options
             )
-        # The fused kernels cannot rotate heads that are padded to the size of the pool.
+        # The pool's heads are larger than this layer's heads, so the queries and keys are padded.
+        # The fused kernels cannot rotate padded heads.
         q, k, v = split_heads(qkv.values, heads.num_kv_heads, qkv.dtype)
         if norms is not None:
             q, k = (
@@ -560,7 +563,7 @@ def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None
 
 
 def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
-    """Return an option as a number, or None. Its value must be known while tracing."""
+    """Return an option as a Python number; None if it is None. Refuse traced values."""
     if value is None:
         return None
     if isinstance(value, Tracer):
@@ -576,9 +579,10 @@ def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
 
 
 class TracedOps(ModelOps):
-    """Operations that a trace shows as single calls.
+    """Operations that appear as single calls in a trace.
 
-    The first call of an operation with given shapes traces its kernels, which checks the arguments.
+    The first call of an operation with given shapes also traces the operation's kernels, to check
+    the arguments.
     """
 
     def __init__(self, backend: Backend, *, batch_invariant: bool = False):
@@ -603,7 +607,8 @@ class TracedStep(TracedOps, ModelStep):
     """A step without a pool, for tracing `forward` with a given number of tokens.
 
     Attributes:
-        dtypes: Dtype of the keys of each attended layer.
+        dtypes: Dtype of the keys by layer index, for the layers for which `forward` called `attend`
+            or `rope_attend`.
     """
 
     def __init__(
@@ -653,9 +658,10 @@ class TracedStep(TracedOps, ModelStep):
 
 
 def _mark_call(name: str, outputs: Any, arrays: Any, options: dict[str, Any]) -> Any:
-    """Return traced results of an operation, whose call a trace shows with all its options.
+    """Add a single call for an operation to the trace, and return the call's results.
 
-    Nothing implements the call, so the trace can be read but not run.
+    The call has the operation's options as an attribute. No code implements the call, so the trace
+    can be examined but not executed.
     """
     leaves, tree = jax.tree.flatten(outputs)
     inputs, input_tree = jax.tree.flatten(arrays)

@@ -1,4 +1,4 @@
-"""Examine the traced functions of a user's model."""
+"""Check the traced functions of a user's model for sums that depend on the batch."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ _REMEDIES = {"dot_general": "step.project, step.gated_project or step.project_vo
 
 
 def check_batch_invariance(name: str, traced: Any) -> None:
-    """Check that a traced function leaves every sum of floating-point numbers to jpaged.
+    """Check that a traced function computes no floating-point sum except by jpaged's operations.
 
     XLA may order such a sum by the number of rows, so that its bits depend on the batch.
 
@@ -69,9 +69,9 @@ def check_batch_invariance(name: str, traced: Any) -> None:
 
 
 def _equations(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield all equations of a jaxpr, each with the containers around it, the innermost first.
+    """Yield all equations of a jaxpr, each with the equations that contain it, innermost first.
 
-    For a container, yield the equations inside.
+    For an equation that contains a jaxpr, such as a jit call, yield only the equations inside.
     """
     containers = _CONTAINERS.split()
     for equation in jaxpr.eqns:
@@ -94,7 +94,8 @@ def _has_floats(equation: Any) -> bool:
 def _user_line(*equations: Any) -> str:
     """Return the line of the user's code that called the first equation, as text.
 
-    JAX shares traces of inner functions. If only JAX's lines are known, the next equation counts.
+    If JAX knows no line of user code for an equation, use the next equation. JAX may share the
+    trace of an inner function, whose lines are then JAX's.
     """
     libraries = Path(jax.__file__).parent, Path(__file__).parents[1]
     for equation in equations:

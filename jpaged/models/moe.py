@@ -1,4 +1,4 @@
-"""Config of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and rules of sparse families.
+"""Configs of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and their weight rules.
 
 In both families, every layer has experts. The attention of Mixtral is Mistral's. OLMoE normalizes
 all query heads of a token together, and all key heads.

@@ -45,13 +45,14 @@ def add_norm_rows(
     backend: Backend,
     batch_invariant: bool,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return hidden + sum(update), normalized by RMSNorm and unnormalized.
+    """Return RMSNorm(hidden + sum(update)), and hidden + sum(update).
 
     An update of None stands for zeros.
     """
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
-        # Add zeros, so that the fused kernel runs: XLA may order the sum by the number of rows.
+        # Without an update, add zeros, so that the fused kernel can run. XLA's order of summation
+        # may depend on the number of rows.
         update = jnp.zeros_like(hidden)[None]
     if update is not None and (is_kernel or not batch_invariant):
         return add_rms_norm(hidden, update, weight, eps=eps, backend=backend)
@@ -163,5 +164,5 @@ def add_norm(
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """Return norm(sum(update)) as a single partial [1, T, D]; the update itself if norm is None."""
+    """Return norm(sum(update)) with shape [1, T, D]; return `update` itself if `norm` is None."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]

@@ -42,7 +42,8 @@ def describe(fields: ConfigFields) -> ModelConfig:
         position_offset=POSITION_OFFSET,
         activation=fields.choice("activation_function", "relu", ACTIVATIONS),
         norm_type="layer" if is_affine else "bare_layer",
-        norm_eps=1e-5,  # configs have no epsilon: the reference implementation uses torch's default
+        # OPT's configs have no epsilon, and its reference implementation uses torch's default.
+        norm_eps=1e-5,
         norm_positions=("before",) if pre_norm else ("sum",),
         has_final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),

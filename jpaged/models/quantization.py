@@ -1,7 +1,7 @@
 """Read `quantization_config` of a config.json, which describes an FP8 checkpoint.
 
 Three layouts are supported: compressed-tensors, the FP8 layout of transformers (128 x 128 blocks or
-AutoFP8), and NVIDIA ModelOpt. Unsupported fields are refused by name.
+AutoFP8), and NVIDIA ModelOpt. An unsupported field raises an error that names the field.
 """
 
 import fnmatch
@@ -26,7 +26,7 @@ QUANTIZATION_METHODS = ("compressed-tensors", "fp8", "modelopt")
 
 _MODULE_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
 _MODULE_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
-"""Prefixes that lists of ignored modules may put before the module names of weight rules."""
+"""Prefixes that a list of ignored modules may put before a module's name."""
 
 _IGNORED_FIELDS: dict[str, set[str]] = {
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
@@ -38,7 +38,8 @@ _IGNORED_FIELDS: dict[str, set[str]] = {
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    is_ignored: Callable[[Sequence[str]], bool]  # argument: all names that one module may have
+    # Called with all names that the config may use for one module.
+    is_ignored: Callable[[Sequence[str]], bool]
     has_kv_scales: bool
 
 
@@ -51,7 +52,8 @@ def read_quantization(
         fields: Fields of `quantization_config`; None if the config has no such object.
         requested: One of `QUANTIZATION_METHODS`; None to follow the config. "fp8" also quantizes
             unquantized weights while they are loaded.
-        paths_by_name: Path of each projection by its module names in weight rules.
+        paths_by_name: Maps the names of a checkpoint's linear modules, without ".weight", to the
+            paths of projections. Several modules may map to one fused projection.
 
     Raises:
         ValueError: A field is unsupported, or `requested` contradicts the config.
@@ -113,7 +115,8 @@ def _unquantized_paths(
 
 def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
     formats = ("float-quantized", "naive-quantized")
-    is_kv_only = fields.get("config_groups") == {}  # if so, only the KV cache has scales
+    # If `config_groups` is empty, only the KV cache is quantized.
+    is_kv_only = fields.get("config_groups") == {}
     fields.choice("format", formats[0], ("dense", *formats) if is_kv_only else formats)
     for name in ("sparsity_config", "transform_config"):
         if (value := fields.get(name)) not in (None, {}):
@@ -147,12 +150,13 @@ def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
 
 
 class _ScaleScheme(NamedTuple):
-    """The granularity of FP8 scales, and whether the scales are computed in each step.
+    """The granularity of FP8 scales, and whether every step computes new scales.
 
     Attributes:
-        strategy: Unit that has one scale: "tensor", "channel" (one output of the weight), "token"
-            (one row of activations), "block" (of the weight) or "group" (of a row).
-        is_dynamic: Whether each step computes the scales; otherwise the checkpoint has the scales.
+        strategy: What shares one scale: a "tensor", a "channel" (one output of the weight), a
+            "token" (one row of activations), a "block" of the weight or a "group" of consecutive
+            numbers in a row.
+        is_dynamic: Whether each step computes the scales. Otherwise, the checkpoint holds them.
     """
 
     strategy: str
@@ -193,7 +197,7 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
     for key, choices in wanted.items():
         if (value := scheme_fields.get(key, choices[0])) not in choices:
             raise field_error(scheme_fields.prefix + key, value, " or ".join(map(str, choices)))
-    # These fields say how scales were calibrated.
+    # Ignore how the checkpoint's author calibrated the scales: the weights contain the result.
     scheme_fields.ignore({"observer", "observer_kwargs"})
     scheme_fields.refuse_unread()
     return _ScaleScheme(str(strategy), is_dynamic is True)

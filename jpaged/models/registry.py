@@ -69,15 +69,15 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     model = replace(model, quantization=found)
     for index, layer in enumerate(model.layers):
         if layer.experts is not None:
-            expert_format(model, index)  # refuse formats that experts do not support
+            expert_format(model, index)  # raises an error if experts do not support the format
     return model
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:
-    """Map the name of each projection in checkpoints to the projection's path in the model.
+    """Return the path of each projection, by the projection's module names in checkpoints.
 
-    Of the experts of a layer, only the first is listed, for the path of all experts. The loader
-    refuses checkpoints whose other experts have another format, because their dtypes are wrong.
+    A layer's experts share one path, and only the first expert is listed. The loader refuses
+    checkpoints whose other experts have another format, because their dtypes are wrong.
     """
     paths = {}
     for rule in weight_rules(model).rules:
@@ -103,6 +103,7 @@ def weight_rules(config: ModelConfig) -> WeightRules:
         WeightRule(f"layers.{i}.self_attn.{source}", f"layers.{i}.attention.{name}", is_scalar=True)
         for i in range(config.num_layers)
         for name in ("k_scale", "v_scale")
-        for source in (name, "kv_scale")  # kv_scale is the scale of both keys and values
+        # The tensor `kv_scale` holds the scale of keys and of values.
+        for source in (name, "kv_scale")
     ]
     return replace(rules, rules=[*rules.rules, *scales])

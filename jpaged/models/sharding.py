@@ -56,7 +56,7 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
 )
 @dataclass(frozen=True)
 class PendingAllReduce:
-    """Rows whose all-reduce over the devices is left to the next norm.
+    """Rows whose all-reduce has not run yet. The kernel of the next norm runs it.
 
     Attributes:
         partials: This device's rows, as split-K partials.
@@ -116,8 +116,8 @@ def all_mean(x: jax.Array) -> jax.Array:
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
     """Concatenate the devices' arrays along an axis, on every device."""
-    # Gather along a new first axis: to gather along another axis, XLA transposes each array before
-    # the all-gather and the result after it.
+    # Gather along a new first axis. Along another axis, XLA would transpose each array before the
+    # all-gather, and transpose the result again.
     gathered = jnp.moveaxis(lax.all_gather(x, MESH_AXIS), 0, axis)
     return gathered.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
@@ -204,11 +204,12 @@ def wrap_in_shard_map(
     def call(arguments: tuple, keywords: dict) -> Any:
         return function(*arguments, **keywords)
 
-    # check_vma is off because JAX cannot infer that a kernel's result is equal on all devices.
+    # Set check_vma to False, because JAX cannot infer that a kernel's result is equal on all
+    # devices.
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     mapped = jax.shard_map(call, mesh=mesh, **options)
 
-    @wraps(function)  # keep the parameter names: `jax.jit` donates arguments by name
+    @wraps(function)  # keep the parameter names, because `jax.jit` donates arguments by name
     def run(*arguments, **keywords):
         return mapped(arguments, keywords)
 
@@ -258,7 +259,7 @@ def shard_slices(
     slices, unsharded_offset, local_offset = [], 0, 0
     for size, shard_size in parts or [(unsharded_shape[axis], shard_shape[axis])]:
         shape = (*unsharded_shape[:axis], shard_size, *unsharded_shape[axis + 1 :])
-        # Round down to a multiple of shard_size: devices with the same KV head start at that head.
+        # Round down to a multiple of shard_size, because several devices may hold the same KV head.
         start = unsharded_offset + device_index * size // count // shard_size * shard_size
         slices.append(ShardSlice(at(start), at(local_offset), shape))
         unsharded_offset, local_offset = unsharded_offset + size, local_offset + shard_size

@@ -1,4 +1,4 @@
-"""The sizes of a model from which an engine sizes its pool and its programs."""
+"""The sizes of a model that determine the engine's pool and programs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from jpaged.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class JaxModelSizes:
-    """The sizes of a user's model, with the names of `ModelConfig`.
+    """The sizes of a user's model. The attributes have the same names as in `ModelConfig`.
 
     Attributes:
         vocab_size: Number of logits per token.
@@ -34,7 +34,7 @@ class JaxModelSizes:
     tensor_parallel_size: int = 1
 
     def shard(self, count: int) -> "JaxModelSizes":
-        """Return the sizes on each of `count` devices.
+        """Return the sizes for a single device, because a user's model runs on one device.
 
         Raises:
             ValueError: `count` is not 1.

@@ -1,8 +1,8 @@
 """Reports of what has changed in the KV pool since the previous report, for a dashboard that
 samples the pool often.
 
-Unlike `pool_report.py`, a report does not examine the whole pool. The first call of
-`PoolWatch.look` takes time proportional to the number of blocks. Each later call takes time
+Unlike the functions in `pool_report.py`, these reports do not examine the whole pool. The first
+call of `PoolWatch.look` takes time proportional to the number of blocks. Each later call takes time
 proportional to the number of changed blocks and of sequences that hold blocks. The pool does not
 record its changes, so a watch looks for changed blocks in three places: at both ends of the queue
 of free blocks, in changed block tables, and in changed pins.
@@ -76,9 +76,9 @@ class PoolChanges:
         blocks: Changed blocks. The first call returns all blocks that are not free.
         tables: Sequences that hold blocks on the device or in host memory, and that are new or have
             a change other than in their number of computed tokens.
-        grown: Number of computed tokens by sequence id, for sequences of which only this number has
+        grown: Number of computed tokens by sequence id, for sequences in which nothing else has
             changed.
-        gone: Ids of sequences that no longer hold blocks.
+        gone: Ids of sequences that have stopped holding blocks.
         swap_entries: Request id and number of blocks of each swap entry in host memory; None if
             unchanged.
         pinned: Ids of all pinned blocks; None if unchanged.
@@ -105,12 +105,12 @@ class _SequenceSnapshot:
     """State of a sequence at the previous call of `look`."""
 
     sequence: Sequence
-    table: list[int]  # the list object of the sequence, to detect a new list
+    table: list[int]  # the block table itself, not a copy; another list object means a change
     num_blocks: int = 0
     last_block: int = 0
     num_registered: int = 0
     num_computed: int = 0
-    num_read: int = 0  # number of computed tokens that the host had read
+    num_read: int = 0  # number of computed tokens whose ids the host has read
     status: str = ""
     num_host_blocks: int = 0
 
@@ -140,17 +140,18 @@ class PoolWatch:
         self._watches.add(self)
         self._snapshots: dict[int, _SequenceSnapshot] = {}
         num_blocks = len(self._pool.blocks)
-        # Count and content hash of each block at the previous call of `look`.
+        # Reference count and content hash of each block, as the previous call of `look` found them.
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
-        # The pool's counters at the previous call of `look`. They begin with 0, so the first call
-        # checks every block that was ever freed.
+        # The pool's counters at the previous call of `look`. They start at 0, so that the first
+        # call checks every block that was ever freed.
         self._num_freed = self._num_clears = 0
         self._pin_counts = 0, 0
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # Keys: ids of the blocks whose tokens have not been returned yet. Values: a sequence and
-        # the index of the block in its block table; None if the prefix cache has the tokens.
+        # Blocks whose tokens have not been returned yet, by id. The value is a sequence and the
+        # block's index in the block table of this sequence; None if the tokens are in the prefix
+        # cache.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
@@ -158,7 +159,7 @@ class PoolWatch:
         self._watches.discard(self)
 
     def note(self, plan: StepPlan) -> None:
-        """Record which blocks a step copies, because the pool keeps no trace of copies."""
+        """Record which blocks a step copies, because the pool does not record copies."""
         self._copies.update((target, source) for source, target in plan.block_copies)
 
     def look(self) -> PoolChanges:
@@ -174,7 +175,7 @@ class PoolWatch:
         return changes
 
     def _find_freed_blocks(self) -> set[int]:
-        """Return the blocks that were freed since the previous `look` and are still free.
+        """Return the blocks that were freed after the previous call of `look` and are still free.
 
         Return all blocks if the prefix cache was cleared.
         """
@@ -187,7 +188,8 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        # A freed block without cached content is at the head of the queue, any other at the tail.
+        # The pool appends freed blocks to the free queue, but puts freed blocks without content
+        # first.
         queue = pool.free_block_queue
         return {*islice(reversed(queue), num_blocks_freed), *islice(queue, num_blocks_freed)}
 
@@ -281,7 +283,8 @@ class PoolWatch:
         self, block: KVBlock, table_position: tuple[Sequence, int] | None
     ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.cache_entry is not None:  # key: 8-byte id of the parent block, then token ids
+        # The key consists of the parent entry's id (8 bytes), then the token ids.
+        if block.cache_entry is not None:
             return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
         if table_position is None:
             return []
@@ -308,7 +311,7 @@ def _has_blocks(sequence: Sequence) -> bool:
 
 
 def _count_unchanged_entries(snapshot: _SequenceSnapshot, table: list[int]) -> int:
-    """Return the number of leading block-table entries that are unchanged since the last `look`.
+    """Return how many leading entries of a block table are unchanged since the last call of `look`.
 
     If a block table is still the same list object, only two changes are possible: entries were
     appended, or a copy on write replaced the last entry. For any other change, the block manager

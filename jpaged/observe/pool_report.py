@@ -1,7 +1,7 @@
 """Reports on the KV pool for people: which request holds which block, and how the slots are used.
 
 Each call computes its report from the block tables, so the engine does no extra work between calls.
-The KV of a token counts as stored as soon as the step that writes the KV is planned.
+A token's slot counts as filled as soon as the step that writes the token's KV is planned.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ class BlockState(StrEnum):
     """State of a block in the pool. Every block has exactly one state."""
 
     FREE = "free"
-    USED = "used"  # held by a sequence or a pin
-    CACHED = "cached"  # free, but the content stays in the prefix cache until the block is reused
+    USED = "used"  # a sequence or a pin holds the block
+    CACHED = "cached"  # free, but the prefix cache keeps the content until the block is reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class MemoryReport:
     """Use of the pool's slots, as `memory_report` reports it.
 
     The report counts five kinds of slots: with tokens, reserved, fragmented, cached and free. The
-    five numbers add up to `num_slots`. The kinds are finer than those of figure 2 of the
-    PagedAttention paper. A slot that several sequences share counts once. External fragmentation,
-    the third kind of waste in the paper, does not occur: all blocks have the same size, so a
-    sequence can use any free block.
+    five numbers add up to `num_slots`. Figure 2 of the PagedAttention paper distinguishes fewer
+    kinds of slots. A slot that several sequences share counts once. External fragmentation, the
+    third kind of waste in the paper, does not occur: all blocks have the same size, so a sequence
+    can use any free block.
 
     Attributes:
         block_size: Number of slots in a block.
@@ -134,8 +134,7 @@ class MemoryReport:
 
     @property
     def num_waste_slots(self) -> int:
-        """Number of slots of used blocks that hold no token. There are fewer than one block's slots
-        per sequence."""
+        """Number of empty slots in used blocks."""
         return self.num_reserved_slots + self.num_fragmented_slots
 
     @property
@@ -147,8 +146,8 @@ class MemoryReport:
     def shared_savings(self) -> float:
         """Fraction of `num_logical_blocks` that sharing saves, 0 to 1.
 
-        Figure 15 of the PagedAttention paper shows this fraction. Here, blocks that different
-        requests share because of a common prefix also count.
+        Figure 15 of the PagedAttention paper shows this fraction for sequences of one request.
+        Here, blocks that different requests share because of a common prefix count too.
         """
         if not self.num_logical_blocks:
             return 0.0
@@ -275,7 +274,7 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
 
 
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
-    """Yield (sequence, block id, number of empty slots) for each block with empty slots.
+    """Yield a tuple (sequence, block id, number of empty slots) for each block with empty slots.
 
     Without speculative decoding, only the last block of a sequence has empty slots. If two
     sequences share a last block, they have the same number of computed tokens: a forked sequence
@@ -294,13 +293,14 @@ def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
 
 
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
-    """Return the number of empty slots that at least one sequence may still fill."""
+    """Return the number of empty slots that a sequence may still fill."""
     reserved = Counter[int]()
-    num_before: dict[int, int] = {}  # number of empty slots in earlier blocks, by sequence id
+    # By sequence id: number of empty slots in the blocks seen so far.
+    num_before: dict[int, int] = {}
     for sequence, block_id, empty in _iter_partial_blocks(scheduler):
         if sequence.finish_reason is None:
-            # Subtract 1, because the last token of a sequence is never an input of a step and has
-            # no KV.
+            # Subtract 1, because the last token of a sequence is never an input of a step, and so
+            # has no KV.
             num_future_tokens = sequence.request.max_num_tokens - 1 - sequence.num_computed_tokens
             num_future_tokens -= num_before.get(sequence.seq_id, 0)
             num_before[sequence.seq_id] = num_before.get(sequence.seq_id, 0) + empty
@@ -309,8 +309,8 @@ def _count_reserved_slots(scheduler: "Scheduler") -> int:
 
 
 def _block_owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
-    """Return the ids of the requests that hold each block, by block id. The ids are the keys of a
-    dict, in order of arrival."""
+    """Return the requests that hold each block. The result maps a block id to a dict whose keys are
+    request ids in order of arrival."""
     owners: dict[int, dict[str, None]] = {}
     for sequence in scheduler.sequences.by_id.values():
         for block_id in sequence.block_table:

@@ -15,18 +15,18 @@ BLOCKS_PER_LINE = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 holders, * 10 or more  P pinned"
 
-_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the total time for making block maps
+_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the total time that may be spent on block maps
 
 
 class PoolReporter(Protocol):
     """An object that reports on a pool, such as an `Engine`."""
 
     def memory_report(self) -> MemoryReport:
-        """Return a report as `Engine.memory_report` does."""
+        """Return the use of the pool's slots, as `Engine.memory_report` does."""
         ...
 
     def block_map(self) -> dict[int, BlockInfo]:
-        """Return the blocks as `Engine.block_map` does."""
+        """Return the state of every block, as `Engine.block_map` does."""
         ...
 
 

@@ -119,7 +119,8 @@ class EngineStats:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of `time.monotonic()`; None until the event occurs.
+    """Times of a request's events, in seconds of `time.monotonic()`. A time is None until its
+    event.
 
     Attributes:
         arrival_time: Time at which the engine created the request.
@@ -188,11 +189,10 @@ class MemoryAccount:
         return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
 
     def device_memory_lines(self, stats: Mapping[str, int]) -> list[str]:
-        """Return a line of text about the memory that the device reports as used.
+        """Return one line of text about the memory use that the device reports, or no line.
 
         Args:
-            stats: Result of `jax.Device.memory_stats()`. If values are missing, no line is
-                returned.
+            stats: Result of `jax.Device.memory_stats()`. If it lacks a value, no line is returned.
         """
         names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
         if not all(name in stats for name in names):

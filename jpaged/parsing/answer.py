@@ -61,7 +61,7 @@ class AnswerParser:
         )
 
     def _split_calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Replace each content event by events of the tool calls and the content in its text."""
+        """Replace each content event by events for the tool calls and other content in its text."""
         if self._call_parser is None:
             return events
         found: list[ParserEvent] = []

@@ -56,7 +56,7 @@ class ReasoningParser(StreamParser):
     def __init__(self, family: str, prompt_end: str = ""):
         super().__init__()
         self._starts_in_reasoning = reasoning_end(family, prompt_end) == (_CLOSE, None)
-        # Newer Qwen3 models may call a tool without closing their reasoning first.
+        # Newer Qwen3 models may begin a tool call without a </think> tag before it.
         self._end_tags = (_CLOSE, _CALL) if family == "qwen3" else (_CLOSE,)
 
     def _parse_answer(self) -> ParserCoroutine[None]:
@@ -74,7 +74,7 @@ class ReasoningParser(StreamParser):
             yield
 
     def _parse_reasoning(self) -> ParserCoroutine[bool]:
-        """Emit the reasoning. Return whether </think> ended the reasoning."""
+        """Emit the reasoning, and return whether </think> ended it."""
         stream = self._stream
         while True:
             stream.sink = lambda chunk: self._emit(Reasoning, chunk)

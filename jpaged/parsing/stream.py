@@ -1,8 +1,8 @@
 """Base classes for parsing an answer while the model generates it, and the events of the parsers.
 
-Each parser is a generator that yields when it needs more text, so that its code looks like a parser
-of complete text. A parser decides only after it has all characters that the decision depends on.
-The result therefore does not depend on how the answer is split into chunks.
+Each parser is a generator that yields when it needs more text. Its code therefore looks like that
+of a parser of complete text. A parser decides only after it has all characters that the decision
+depends on. The result therefore does not depend on how the answer is split into chunks.
 """
 
 import json
@@ -129,7 +129,7 @@ class TextStream:
         yield from coroutine
         return "".join(self._buffer[num_held:])
 
-    # Generators that read text at the parser's position.
+    # The following methods are generators that read text at the parser's position.
 
     def peek(self) -> ParserCoroutine[str]:
         """Return the next character without taking it, or "" at the end of the text."""
@@ -202,8 +202,7 @@ class TextStream:
         return bool(word)
 
     def is_over(self) -> ParserCoroutine[bool]:
-        """Return whether the rest of the text is only whitespace, at most `MAX_TAG_WHITESPACE`
-        characters."""
+        """Return whether only whitespace is left, at most `MAX_TAG_WHITESPACE` characters."""
         while self._whitespace_end() == len(self._text):
             if self.is_complete:
                 return True
@@ -211,8 +210,8 @@ class TextStream:
         return False
 
     def _peek_word(self, words: Sequence[str]) -> ParserCoroutine[tuple[str, int]]:
-        """Return which of `words` comes next, and the length of this word with the whitespace
-        before it. Return ("", 0) if no word comes next."""
+        """Return the one of `words` that comes next, and its length including whitespace before it.
+        Return ("", 0) if no word comes next."""
         while True:
             start = self._whitespace_end()
             have = self._text[start : start + max(map(len, words))]
@@ -230,7 +229,7 @@ class TextStream:
     def take_until(
         self, *tags: str, max_whitespace: int = MAX_TAG_WHITESPACE
     ) -> ParserCoroutine[str]:
-        """Take the text before the first of `tags` and return that tag.
+        """Take the text before the first tag of `tags`, and return this tag.
 
         Up to `max_whitespace` whitespace characters before the tag are not taken. If the text ends
         without a tag, return "": `take_rest` then takes any whitespace and incomplete tag at the
@@ -252,8 +251,9 @@ class TextStream:
             yield
 
     def _safe_end(self, tags: Sequence[str]) -> int:
-        """Return the position at which the text ends with the start of a tag; without one, the
-        text's length."""
+        """Return the end of the text that cannot be the beginning of a tag. If the text ends with
+        an incomplete tag, this is the position of that tag; otherwise, it is the length of the
+        text."""
         text, at = self._text, self._position
         starts = (tag[:i] for tag in tags for i in range(1, len(tag)))
         held = max((len(start) for start in starts if text.endswith(start, at)), default=0)

@@ -63,7 +63,8 @@ class ToolCallParser(StreamParser):
         super().__init__()
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        # Text that is not emitted yet: inside a call, a chunk of its arguments; otherwise content.
+        # Chunks of text that are not emitted yet. Inside a tool call, they belong to its arguments;
+        # otherwise, they are content.
         self._chunks: list[str] = []
         self._num_calls = 0
         self._is_in_call = False
@@ -142,7 +143,7 @@ class ToolCallParser(StreamParser):
         self._num_calls += 1
         self._is_in_call = self._has_text_since_call = False
 
-    # Generators that take calls written as JSON.
+    # The following methods are generators that take calls written as JSON.
 
     def _parse_json_call(
         self, closing_tag: str, keys: frozenset[str] | None = None
@@ -214,7 +215,8 @@ class ToolCallParser(StreamParser):
         self._end_call()
 
     def _parse_object_end(self, closing_tag: str) -> ParserCoroutine[bool]:
-        """Take the comma or the brace after a value of an object. Return whether the object ends.
+        """Take the comma or the brace after a value in an object, and return whether the object
+        ends.
 
         Args:
             closing_tag: A tag that ends the object if the brace is missing. The end of the answer

@@ -1,5 +1,4 @@
-"""Grammars for answers that must or may call a tool, and the base class of the families'
-grammars."""
+"""Grammars for answers that must or may call a tool, and the base class of all such grammars."""
 
 import json
 import re
@@ -117,19 +116,20 @@ class CallGrammar:
             for path, function in self.functions
             if self._is_enforced(function)
         ]
-        # Check the sizes first, because `_check_parameters` is slow for large schemas.
+        # Check the sizes of all schemas first, because `_check_parameters` is slow for large
+        # schemas.
         self._check_sizes(enforced)
         for path, schema in enforced:
             _check_parameters(path, schema)
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
             return StructuredOutputs(grammar=text)
-        except RequestError as error:  # all schemas together are too large
+        except RequestError as error:  # each schema fits, but their sum is too large
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
-        """Yield the rules that `_sequence_rules` returns, and a rule `call_i` for the function with
-        index `i`."""
+        """Yield the rules that `_sequence_rules` returns, and one rule `call_i` for each function
+        with index `i`."""
         raise NotImplementedError
 
     @property
@@ -211,8 +211,9 @@ class CallGrammar:
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
         else:
-            # The terminal TEXT is greedy, so it could match the start of the tag. The terminal
-            # `lead` is lazy: it matches text up to the first tag, with the tag.
+            # Do not use the terminal TEXT before a call: it is greedy, so it could match the start
+            # of the tag. The terminal `lead` is lazy, and matches the text up to and including the
+            # first tag.
             yield f"said: (lead calls){again} TEXT?"
             but = f" & {_exclude_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
@@ -224,7 +225,7 @@ class CallGrammar:
             try:
                 size = len(_compact_json(schema))
             except (TypeError, ValueError, RecursionError):
-                continue  # `_check_parameters` raises a clearer error for such a schema
+                continue  # skip this schema: `_check_parameters` will raise a clearer error
             bounds.SOURCE_LENGTH.check(path, size)
             total += self._min_rules_size(schema, size)
         bounds.SOURCE_LENGTH.check("tools", total)

@@ -41,7 +41,7 @@ def buffer_sizes() -> list[int]:
     """Return the sizes in bytes of all buffers to allocate, in allocation order.
 
     Buffers of equal size are allocated consecutively, so that they are adjacent in memory: a free
-    hole that is too small for one of them is too small for all of them.
+    gap that is too small for one such buffer is too small for all.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 
@@ -54,8 +54,8 @@ def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]
         buffers: Address and size in bytes of each buffer. All buffers are in use.
 
     Returns:
-        Indices of the buffers to free. The two neighbours in memory of each such buffer are
-        adjacent to it, and are not freed.
+        Indices of the buffers to free. Each of these buffers lies directly between two buffers that
+        are not freed.
     """
     order = sorted(range(len(buffers)), key=lambda i: buffers[i])
     fragments: set[int] = set()

@@ -321,7 +321,7 @@ class RowTable:
     def assign(self, seq_id: int) -> int:
         """Assign a free device row to a sequence that joins the batch.
 
-        Until `set_sampling` is called, the row is sampled greedily.
+        Tokens of the row are sampled greedily until `set_sampling` is called.
 
         Raises:
             ValueError: The sequence already has a row.

@@ -80,8 +80,7 @@ class Buckets:
         return tuple(sorted({*whole, *more}))
 
     def num_logits_rows(self, num_seqs: int) -> int:
-        """Return the number of rows to which the logits of a decode step of `num_seqs` sequences
-        are padded."""
+        """Return the padded number of logits rows for a decode step with `num_seqs` sequences."""
         return round_up(self.logits_row_sizes, num_seqs)
 
     @cached_property
@@ -94,12 +93,12 @@ class Buckets:
 
     @property
     def prefill_token_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that prefill buckets have, in ascending order."""
+        """All different numbers of tokens of prefill buckets, in ascending order."""
         return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))
 
     @property
     def prefill_batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of sequences that prefill buckets have, in ascending order."""
+        """All different numbers of sequences of prefill buckets, in ascending order."""
         return tuple(sorted({seqs for _, seqs in self.prefill_shapes}))
 
     def prefill_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
@@ -151,8 +150,8 @@ def make_buckets(
 def _verify_sizes(
     decode_batch_sizes: tuple[int, ...], num_queries: int, max_num_tokens: int
 ) -> tuple[int, ...]:
-    """Return the batch sizes of verify steps. There are few, because each size adds several
-    programs.
+    """Return the batch sizes of verify steps. There are only a few sizes, because each size adds
+    several programs.
 
     Args:
         decode_batch_sizes: Batch sizes of decode steps.
@@ -170,8 +169,8 @@ def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[i
     """Return the batch sizes of bursts.
 
     The smallest batch size is included because a request often runs alone. The other sizes are the
-    largest one up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size. Other
-    sizes are left out, because each adds two programs to compile.
+    largest one up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size. All
+    other sizes are left out, because each size adds two programs to compile.
     """
     if num_steps == 1:
         return ()
@@ -182,7 +181,7 @@ def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[i
 
 
 def _keep_powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the powers of two among ascending `sizes`, and the last size even if it is none."""
+    """Return the powers of two among ascending `sizes`, and always the last size."""
     return tuple(size for size in sizes if _is_power_of_two(size) or size == sizes[-1])
 
 

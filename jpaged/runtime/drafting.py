@@ -1,4 +1,4 @@
-"""Drafters for speculative decoding, and the tokens of each device row, which drafters read.
+"""Drafters for speculative decoding, and the device's record of the tokens of each row.
 
 A drafter is a pure function on the device: it proposes the next tokens of each row from the state
 of the rows. `verify_step` calls the drafter, and accepts a draft if the model samples the same
@@ -45,9 +45,9 @@ class NgramDrafter:
     """Drafter that looks up the last tokens of a row earlier in the same row (prompt lookup).
 
     The drafter finds the longest suffix of at most `max_ngram` and at least `min_ngram` tokens that
-    also occurs earlier. Among equally long matches, the latest one wins. The drafts are the tokens
-    that follow the match. If the row ends before there are enough drafts, the drafts start again
-    from the first token after the match.
+    also occurs earlier. Among equally long matches, the drafter uses the latest. The drafts are the
+    tokens that follow the match. If the row ends before there are enough drafts, the drafts start
+    again from the first token after the match.
 
     Attributes:
         num_drafts: Number of drafts that a verify step has room for.
@@ -67,8 +67,8 @@ class NgramDrafter:
         width = history.shape[1]
         position = jnp.arange(width, dtype=jnp.int32)[None]
         lengths = lengths[:, None]
-        # `num_equal` is, for each position, how many tokens up to the position equal the last
-        # tokens of the row.
+        # For each position, `num_equal` counts the tokens that end at this position and equal the
+        # last tokens of the row, up to `max_ngram`.
         num_equal, is_equal = jnp.zeros_like(history), position < lengths - 1
         for back in range(self.max_ngram):
             at = jnp.maximum(lengths - 1 - back, 0)
@@ -76,8 +76,8 @@ class NgramDrafter:
             earlier = jnp.pad(history, ((0, 0), (back, 0)))[:, :width]
             is_equal &= (earlier == last) & (position >= back) & (lengths > back)
             num_equal += is_equal.astype(jnp.int32)
-        # Find the largest (length of the match, position): the longest match, and the latest among
-        # matches of equal length.
+        # Find the maximum of (length of the match, position), which is the longest match; of
+        # equally long matches, the latest.
         is_match = num_equal >= self.min_ngram
         best = jnp.max(jnp.where(is_match, num_equal * width + position, -1), axis=1, keepdims=True)
         first = best % width + 1
@@ -104,7 +104,7 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
 
 
 def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:
-    """Return whether each draft equals the token that its row samples at the same position.
+    """Return for each draft whether it equals the token that its row samples at this position.
 
     `bench/speculative.py` replaces the function to accept drafts at a given rate.
     """
@@ -114,8 +114,8 @@ def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Boo
 def pack_tokens(
     rows: Mapping[int, Sequence[int]], padding_row: int, max_model_len: int
 ) -> Iterator[np.ndarray]:
-    """Yield one int32 array [3, E] for each call of `load_tokens` that is needed to set the tokens
-    of `rows`.
+    """Yield the arguments for the calls of `load_tokens` that set the tokens of `rows`: one int32
+    array [3, E] for each call.
 
     Args:
         rows: Tokens by device row.
@@ -153,8 +153,7 @@ def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowT
 def resolve_lengths(
     seq_lens: Int32[Array, "B"], limits: Int32[Array, "B"], lengths: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Return the number of tokens of each row of a batch; -1 for a row with more tokens than its
-    limit.
+    """Return the number of tokens in each batch row; -1 if a row has more tokens than its limit.
 
     Args:
         seq_lens: Lengths from the host. -1: the host does not know the length, so use `lengths`.

@@ -1,7 +1,7 @@
 """Fuse the layers of a decode step: one kernel computes everything between two attentions.
 
-Models describe their layers. This module decides for each step whether to fuse them. The decision
-depends on the weights and norms of the layers, and on `pallas_kernels.new_exchange_memory`.
+For each step, this module decides whether to fuse the layers. The decision depends on the weights
+and norms of the layers, and on `pallas_kernels.new_exchange_memory`.
 """
 
 from collections.abc import Sequence

@@ -117,7 +117,7 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # Map each level that rows may need to the first compiled level with all its features.
+        # For each sampling level, the first compiled level that includes its features.
         self._compiled_levels = {
             level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
@@ -130,26 +130,27 @@ class ModelRunner:
             for step in PLAN_PROGRAMS
             for key in step.keys(config, shapes)
         }
-        self._faults: list[RequestFault] = []  # requests that failed during the launch of the plan
-        self._num_small_launches = 0  # launches for the current plan
-        self._new_marks: dict[int, RowMarks] = {}  # marks of new sequences by device row
+        # Requests that failed while the current plan was launched.
+        self._faults: list[RequestFault] = []
+        self._num_small_launches = 0
+        # `RowMarks` of sequences that join the batch, by device row.
+        self._new_marks: dict[int, RowMarks] = {}
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
-        self._new_tokens: dict[int, list[int]] = {}  # tokens of new sequences by device row
+        # Tokens of sequences that join the batch, by device row.
+        self._new_tokens: dict[int, list[int]] = {}
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
-        zeros = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), persistent_arrays),
-            out_shardings=jax.tree.map(lambda s: s.sharding, persistent_arrays),
-        )
-        self._persistent_arrays: dict[str, Any] = zeros()  # by the steps' argument names
+        self._pool_shapes = shapes.kv.pool
+        # The arrays that stay on the device, by the steps' argument names.
+        self._persistent_arrays: dict[str, Any] = _make_zeros(persistent_arrays)
         mesh, has_peers = split.mesh, shapes.peer_header is not None
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
         if self._peer_memory is not None:
             self._persistent_arrays["peer_header"] = self._peer_memory.headers
         self._parameters: tuple[Any, ...] = split.leaves
-        # Map each program to whether it takes the parameters, and to the names of the persistent
-        # arrays that the runner adds to a launch.
+        # For each program: whether it takes the model's parameters, and the names of the persistent
+        # arrays that the runner passes to it.
         self._program_arguments = {
             (step.name, key): (
                 "model" in step.arguments,
@@ -165,23 +166,49 @@ class ModelRunner:
         }
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
-        # Leave small free gaps in memory after the persistent arrays, before any step runs. Later
-        # small buffers fill the gaps, and do not change the addresses of large buffers. Nothing
-        # reads `_guards`: the attribute keeps the arrays between the gaps allocated.
+        # Before any step runs, leave small free gaps in device memory. Later small buffers fill
+        # these gaps, so that large buffers keep their addresses. `_guards` is never read: it only
+        # keeps the arrays between the gaps allocated.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
     def update_parameters(
         self, write: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
     ) -> None:
-        """Launch all later steps with other parameters, and wait until they are written.
+        """Replace the model's parameters for all later steps, and wait until they are written.
 
         Args:
-            write: Function from the parameters to new ones with the same shapes, dtypes and
-                devices. The function may donate the old arrays.
+            write: Function that takes the old parameters and returns new ones with the same shapes,
+                dtypes and devices. The function may donate the old arrays.
         """
         self._parameters = write(self._parameters)
         self._wait(self._parameters)
+
+    def release_parameters(
+        self, release: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    ) -> None:
+        """Release the parameters. No step may be launched until `update_parameters`.
+
+        Args:
+            release: Function that frees the parameters, and returns what `update_parameters` needs.
+        """
+        self._parameters = release(self._parameters)
+
+    def free_pool(self) -> None:
+        """Free the memory of the pool. No step may be launched until `restore_pool`."""
+        self.wait()
+        for array in jax.tree.leaves(self._persistent_arrays["state"].pool):
+            array.delete()
+
+    def restore_pool(self) -> None:
+        """Allocate the pool again, with zeros."""
+        pool = _make_zeros(self._pool_shapes)
+        self._wait(jax.tree.leaves(pool))
+        self._persistent_arrays["state"] = self._persistent_arrays["state"]._replace(pool=pool)
+
+    def find_deleted_parameter(self) -> int | None:
+        """Return the index of a parameter that was deleted or donated; None if all exist."""
+        return next((i for i, it in enumerate(self._parameters) if it.is_deleted()), None)
 
     def launch(self, plan: StepPlan, sampling: SamplingLookup) -> StepHandle:
         """Launch every part of a plan, in the order that `StepPlan` documents.
@@ -203,7 +230,7 @@ class ModelRunner:
         return self.launch_sampling(self.launch_layers(plan, sampling))
 
     def launch_layers(self, plan: StepPlan, sampling: SamplingLookup) -> UnsampledStep:
-        """Launch the first part of `launch`: everything up to the logits.
+        """Do the first part of the work of `launch`: everything up to the logits.
 
         Call `launch_sampling` before any other launch. Between the two calls, the tokens of earlier
         steps may be read.
@@ -272,12 +299,11 @@ class ModelRunner:
             self._swap_entries.swap_out(self._launch, order)
         if plan.block_copies:
             self._launch_pairs("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        # Start the swap-in transfers before the step is launched, so that they run while the step
-        # runs.
+        # Start the swap-in transfers before the step is launched, so that both run concurrently.
         return self._swap_entries.start_swap_ins(plan.swap_ins) if plan.swap_ins else None
 
     def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
-        """Launch the second part of `launch`: mask the logits, sample, and write swapped-in blocks.
+        """Do the second part of the work of `launch`: mask logits, sample, write swapped-in blocks.
 
         Args:
             step: The step that `launch_layers` launched last.
@@ -333,7 +359,9 @@ class ModelRunner:
         does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        for plan in plans:  # plan by plan: a plan may release rows of earlier plans
+        # Look up the rows of one plan after another, because a plan may release rows that an
+        # earlier plan uses.
+        for plan in plans:
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
             level |= self._rows.level(rows[-1])
@@ -354,7 +382,7 @@ class ModelRunner:
         """Launch one verify step, or a burst of verify steps, and return one handle per plan.
 
         Args:
-            plans: The plans. `_update_rows` has been called for each.
+            plans: The plans. The caller has called `_update_rows` for each plan.
             rows: Device rows of each plan's sequences.
         """
         level = self._verify_level(self._rows.level(np.concatenate(rows)))
@@ -393,8 +421,8 @@ class ModelRunner:
         for _ in range(2):
             sampled: set[int] = set()
             for (kind, key), pack in self._packers.items():
-                # Wait for each program: the buffers of all programs together would exceed the
-                # memory budget.
+                # Wait for each program before the next one is launched. Otherwise, the buffers of
+                # all programs would be allocated at the same time, and exceed the memory budget.
                 self._wait(found := self._launch(kind, key, packed=pack((), ())))
                 if "logits" not in found or (rows := found["logits"].shape[0]) in sampled:
                     continue
@@ -458,7 +486,7 @@ class ModelRunner:
             self._rows.release(seq_id)
         if plan.row_forks:
             self._fork_rows(plan, sampling)
-        if not plan.is_decode:  # no sequence joins the batch in a decode plan
+        if not plan.is_decode:  # in a decode plan, no sequence joins the batch
             for item in plan.scheduled:
                 if item.sequence.seq_id not in self._rows:
                     row = self._assign_row(item.sequence, sampling)
@@ -476,16 +504,16 @@ class ModelRunner:
                 self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingLookup) -> None:
-        # `sources` maps the row of each child to the row to copy. If the parent was itself forked
-        # in this plan, copy the row that the parent is copied from: the program reads all rows
-        # before it writes any.
+        # `sources` maps the device row of each child to the row to copy. The program reads all rows
+        # before it writes any row. So if the parent was forked in the same plan, copy the row from
+        # which the parent is copied.
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
             row = self._assign_row(child, sampling)
             sources[row] = sources.get(source, source)
             if self._drafter is not None and child.num_output_tokens:
-                # After a preemption, the child may have other output tokens than the parent.
+                # After a preemption, the output tokens of child and parent may differ.
                 self._new_tokens[row] = child.token_ids
         pairs = [(source, row) for row, source in sources.items()]
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
@@ -499,7 +527,8 @@ class ModelRunner:
         params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
         marks = bias = None
         try:
-            # A sequence that joins the batch has no token in flight: the host knows all its tokens.
+            # A sequence that joins the batch has no tokens in flight, so the host knows all its
+            # tokens.
             if params.adjusts_logits:
                 ending_ids = params.first_forbidden_ids(self._eos_token_ids)
                 marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending_ids)
@@ -514,6 +543,15 @@ class ModelRunner:
         if bias is not None:
             self._launch_small("load_bias", row=np.int32(row), bias=bias)
         return row
+
+
+def _make_zeros(shapes: Any) -> Any:
+    """Return arrays of zeros with the shapes, dtypes and shardings of a tree."""
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
+    return zeros()
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:

@@ -1,4 +1,5 @@
-"""Memory for all-reduces between tensor-parallel devices, and a wait with a time limit.
+"""Memory for all-reduces between tensor-parallel devices, and a function that waits with a time
+limit.
 
 An all-reduce kernel stores data in the memory of another device (`pallas_kernels.all_reduce`).
 Programs receive the address of this exchange memory as a number, so the array at the address must
@@ -57,7 +58,7 @@ def wait_for_devices(arrays: Any) -> None:
                     "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # raises an error if the computation failed
+        jax.block_until_ready(array)  # raises the error of a failed computation
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
@@ -117,8 +118,9 @@ class PeerMemory:
         limit = {} if max_polls is None else {"max_polls": max_polls}
         rows = [make_exchange_header(rank, addresses, **limit) for rank in range(mesh.size)]
         self.headers = jax.device_put(np.concatenate(rows), sharding)
-        # Each check reads a new copy of the headers, because JAX caches a value that the host has
-        # read. The copy is compiled here, because nothing may be compiled after the start.
+        # Each check must copy the headers before reading them, because JAX caches values that the
+        # host has read. Compile the copy function here, because nothing may be compiled after the
+        # start.
         self._copy_headers = jax.jit(lambda headers: headers * 1).lower(self.headers).compile()
 
     def check_devices(self) -> None:

@@ -1,5 +1,5 @@
-"""Time prefill steps and swaps before serving. The scheduler preempts by recomputing or by
-swapping, whichever takes less time."""
+"""Measure the duration of prefill steps and swaps before serving. The scheduler preempts by
+recomputing or by swapping, whichever takes less time."""
 
 import itertools
 import time
@@ -19,13 +19,15 @@ _SWAP_ENTRY_ID = -1
 
 
 def measure_preemption_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
-    """Time every prefill bucket and every swap size. The timed steps write only to the null block.
+    """Measure the duration of every prefill bucket and every swap size. The timed steps write only
+    to the null block.
 
     Args:
         runner: A runner that is warmed up and idle.
         config: Configuration of the runner, with at least one host block.
     """
-    # Time one chunk of each size, and `MAX_STAGED_CHUNKS` chunks of the largest size together.
+    # Measure swaps of one chunk of each size, and a swap of `MAX_STAGED_CHUNKS` chunks of the
+    # largest size.
     chunks = sorted(size for kind, size in runner.programs if kind == "gather_blocks")
     max_blocks = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
     blocks = sorted({*chunks, max(max_blocks, chunks[-1])})
@@ -76,8 +78,8 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
 
 
 def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
-    """Return at most `max_num_seqs` requests, whose prompts have `num_tokens` tokens in total if
-    the number of requests suffices. Every block table contains only the null block."""
+    """Return at most `max_num_seqs` requests, whose prompts have `num_tokens` tokens in total, or
+    fewer if more requests would be needed. Every block table contains only the null block."""
     seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)
     lengths += [rest] if (rest := num_tokens % config.max_model_len) else []

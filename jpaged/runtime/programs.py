@@ -81,10 +81,10 @@ class SplitModel:
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """Return a function that takes one device's shard of each parameter in place of the model,
-        and calls `step`. The keyword arguments `static` are passed in each call."""
+        """Return a function that calls `step`. Instead of the model, it takes one device's shard of
+        each parameter. The keyword arguments `static` are passed in each call."""
 
-        # `run` must not refer to `self`, because it would then keep `self.leaves` in memory.
+        # `run` must not refer to `self`, because a reference would keep `self.leaves` in memory.
         definition, treedef = self.definition, self.treedef
 
         def run(leaves, *inputs, **arguments):
@@ -186,7 +186,8 @@ class DeviceShapes:
             jax.eval_shape(gather_blocks_step, self.kv, int32_shape(num_blocks)),
             tree_mesh(self.kv),
         )
-        # Gathered blocks have an extra first axis over the pool's arrays.
+        # The array of gathered blocks has an additional first axis, with one entry per array of the
+        # pool.
         sharding = None if mesh is None else axis_sharding(mesh, HEADS_AXIS + 1)
         return jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=sharding)
 
@@ -199,8 +200,8 @@ def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
 def sampler_levels(
     config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels to compile. A batch runs at the first level that has the features
-    of all its rows.
+    """Return the sampling levels to compile. A batch runs at the first compiled level that has the
+    features of all its rows.
 
     If the vocabulary is split over devices, the levels that need no whole rows of logits come
     first. At these levels, `sample` does not gather the logits of all devices.

@@ -67,7 +67,7 @@ class TokenScores:
         return self.packed[:, NUM_TOKEN_COLUMNS + 1 :: 2].view(np.float32)
 
     def packed_top(self, count: int) -> np.ndarray:
-        """Return a copy of `packed` with at most `count` most probable tokens per position."""
+        """Return a copy of `packed` with only the `count` most probable tokens per position."""
         return self.packed[:, : NUM_TOKEN_COLUMNS + 2 * count].copy()
 
     def row_bytes(self, index: int, count: int) -> bytes:
@@ -161,7 +161,7 @@ class PromptScores:
 def scored_positions(item: ScheduledSequence) -> range:
     """Return the positions of the prompt tokens that a step scores for a scheduled sequence.
 
-    A token is scored by the step that computes the token before it.
+    A token is scored in the step that computes the preceding token.
     """
     sequence, start = item.sequence, item.start
     if sequence.first_scored_position is None:
@@ -203,8 +203,8 @@ class StepHandle:
         """Wait for the tokens of all rows, and return them in the order of the step's rows: int32
         [rows].
 
-        The method may run in another thread than the engine loop. It supports only a single device,
-        because the wait has no time limit.
+        The method may run in a thread other than the engine loop's. It supports only a single
+        device, because the wait has no time limit.
         """
         tokens = np.asarray(self.sampled)[self.burst_index]
         return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]
@@ -272,7 +272,8 @@ def score_prompts(
         inputs[:, : len(targets)] = np.concatenate(indices), targets
         num_before = len(launched)
         for start in range(0, inputs.shape[1], num_rows):
-            # Each array of scores takes two launches: `gather_hidden`, then the scoring step.
+            # Each array of scores takes two launches (`gather_hidden`, then the scoring step), so
+            # wait when half of `MAX_LAUNCHES_AHEAD` arrays are in flight.
             if wait is not None and len(launched) >= MAX_LAUNCHES_AHEAD // 2:
                 wait(launched[-MAX_LAUNCHES_AHEAD // 2])
             launched.append(launch(name, *inputs[:, start : start + num_rows]))

@@ -54,7 +54,7 @@ ROWS_PER_LOAD, TOKENS_PER_LOAD = 64, 5376
 """Number of rows (N) and number of tokens (E) per launch of `load_rows`. With these numbers, the
 packed input is at most 64 KiB, the size of the largest fragment of `allocation_guard`."""
 
-# Bounds for temperatures and other divisors. Within them, a float32 is never 0, infinite or
+# Bounds for temperatures and other divisors. A float32 between these bounds is never 0, infinite or
 # subnormal.
 _MIN_DIVISOR, _MAX_DIVISOR = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
@@ -173,8 +173,8 @@ def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
 
 
 def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
-    """Return a state of `num_rows` rows that changes no logits. The state takes 8 bytes per row and
-    token of the vocabulary."""
+    """Return a state of `num_rows` rows that leaves all logits unchanged. The state takes 8 bytes
+    per row and token of the vocabulary."""
     shape = (num_rows, vocab_size)
     return SamplingState(
         token_state=jnp.zeros(shape, jnp.int32),
@@ -184,11 +184,11 @@ def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
 
 
 class RowMarks(NamedTuple):
-    """Tokens of a sequence that joins the batch, and the mark of each token in `token_state`.
+    """Tokens of a sequence that joins the batch, and a number ("mark") per token for `token_state`.
 
-    `tokens` and `marks` are int32 [L]. First come prompt tokens with the mark `IN_PROMPT`, then
-    output tokens with the mark 1, which `load_rows` adds to the token's count. Last come end tokens
-    with the mark `IS_ENDING`: each once, because marks are added up.
+    `tokens` and `marks` are int32 [L]. `load_rows` adds the marks to the entries of the tokens.
+    Prompt tokens come first, with the mark `IN_PROMPT`. Output tokens follow, with the mark 1,
+    which counts them. End tokens come last, with the mark `IS_ENDING`; each end token appears once.
     """
 
     tokens: np.ndarray
@@ -199,7 +199,8 @@ class RowMarks(NamedTuple):
     def of(
         token_ids: Sequence[int], num_prompt_tokens: int, ending_ids: Collection[int] = ()
     ) -> "RowMarks":
-        """Return the tokens of a sequence, each with the mark to add to its `token_state`.
+        """Return a sequence's tokens, each with the number that `load_rows` adds to its
+        `token_state`.
 
         Args:
             token_ids: Prompt tokens, then output tokens. Only a sequence that was preempted has
@@ -217,8 +218,8 @@ class RowMarks(NamedTuple):
 def pack_marks(
     rows: Mapping[int, RowMarks], padding_row: int, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield one int32 array [2 N + 3 E] for each call of `load_rows` that is needed to initialize
-    the device rows in `rows`."""
+    """Yield the arguments for the calls of `load_rows` that initialize the device rows in `rows`:
+    one int32 array [2 N + 3 E] for each call."""
     items = list(rows.items())
     for first in range(0, len(items), ROWS_PER_LOAD):
         part = items[first : first + ROWS_PER_LOAD]
@@ -241,7 +242,7 @@ def pack_marks(
 def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingState:
     """Initialize the state of device rows for sequences that join the batch.
 
-    Only sequences whose parameters adjust the logits need this call; the state of other rows is
+    Only sequences whose parameters adjust the logits need this call; the state of all other rows is
     never read.
 
     Args:
@@ -254,8 +255,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
     owners, tokens, kinds = marks[2 * ROWS_PER_LOAD :].reshape(3, TOKENS_PER_LOAD)
     owners = jnp.where(tokens < V, owners, 0)
     token_state = sampling.token_state.at[rows].set(0)
-    # Replace the tokens to leave out by index V: it is out of bounds, so the scatter drops it. An
-    # index of -1 would mean the last token.
+    # Replace tokens that must not be counted by the index V. It is out of bounds, so the scatter
+    # drops it, whereas -1 would mean the last token.
     prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
     others = jnp.where(kinds == IN_PROMPT, V, tokens)
     token_state = token_state.at[owners, prompt].set(IN_PROMPT, mode="drop")
@@ -303,8 +304,8 @@ class SamplerLevel(IntFlag):
     """Set of sampling features that a sample step supports.
 
     The features are independent, except that `TRUNCATED` includes `RANDOM`. A feature changes only
-    the tokens of rows whose parameters ask for it. A batch may therefore run at any level that has
-    the features of all its rows.
+    the tokens of rows whose sampling parameters use the feature. A batch may therefore run at any
+    level that has the features of all its rows.
     """
 
     GREEDY = 0
@@ -494,7 +495,7 @@ def _processed_logits(
     """Return the logits after temperature and truncation, with -inf for removed tokens.
 
     If a row reports log-probabilities and its temperature is not 1, the row's highest logit is
-    subtracted. This keeps the precision at low temperatures, and does not change the
+    subtracted. The subtraction keeps the precision at low temperatures, and does not change the
     log-probabilities. Rows with `is_ranked` report log-probabilities in every mode.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
@@ -520,8 +521,9 @@ def _find_highest(
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Return the token with the highest value in each row, and the value.
 
-    If `is_vocab_sharded`, compare the tokens of all devices. The lowest token id wins a tie:
-    devices hold the vocabulary in order, and `first_maximum` returns the first maximum.
+    If `is_vocab_sharded`, compare the tokens of all devices. Among equal values, the token with the
+    lowest id is returned: devices hold the vocabulary in order, and `first_maximum` returns the
+    first maximum.
     """
     best, height = first_maximum(x)
     if not is_vocab_sharded:
@@ -537,8 +539,9 @@ def _find_highest(
 def _apply_temperature(
     logits: Float32[Array, "B V"], temperature: Float32[Array, "B"], is_vocab_sharded: bool
 ) -> Float32[Array, "B V"]:
-    # Subtract the maximum before the division. At any temperature, the top token then has the
-    # value 0 and other tokens have finite values or -inf. The result is never inf - inf.
+    # Subtract the maximum before the division. At any temperature, the most probable token then has
+    # the value 0, and other tokens have finite values or -inf. Otherwise, inf - inf could occur
+    # later.
     highest = logits.max(axis=1, keepdims=True)
     if is_vocab_sharded:
         highest = all_max(highest)
@@ -554,8 +557,8 @@ def _gumbel_noise(
     `is_vocab_sharded`, the V tokens are the device's shard, and their ids count from the start of
     the whole vocabulary.
 
-    The code calls the primitive instead of `jax.random`. The noise then depends on no JAX flag and
-    on no array shape.
+    The code calls the primitive instead of `jax.random`. The noise therefore does not depend on
+    JAX's flags or on array shapes.
     """
     shape = (position.shape[0], V)
 
@@ -568,8 +571,8 @@ def _gumbel_noise(
     high, low = threefry2x32_p.bind(
         wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
     )
-    # The uniform values are never 0 or 1. The token with the largest noise usually wins, and large
-    # noise comes from small uniform values. So use -log1p(-u) instead of -log(u): it is precise for
-    # small u.
+    # The uniform numbers u lie strictly between 0 and 1. Usually, the token with the largest noise
+    # is sampled. The formula below gives the largest noise to small u, where float32 is most
+    # precise. The usual Gumbel formula, with -log(u), would give it to u near 1.
     uniform = (high ^ low).astype(jnp.float32) * 2.0**-32 + 2.0**-33
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))

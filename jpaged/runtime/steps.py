@@ -149,7 +149,8 @@ def decode_step(
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """Compute one token of every sequence.
 
-    `packed` has G rows, as many as the logits. Rows from `batch_size` on are padding.
+    `packed` has G rows, as many as the logits. Rows with an index of at least `batch_size` are
+    padding.
 
     Returns:
         The logits after each sequence's token, the inputs of `sample_step`, and the new state.
@@ -166,7 +167,8 @@ def decode_step(
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
     batch_tables, seq_lens = tables[batch.rows], batch.seq_lens
-    if row_tokens is not None:  # a row with more tokens than its limit writes to the null block
+    # Rows with more tokens than their limits must write to the null block.
+    if row_tokens is not None:
         batch_tables = jnp.where(seq_lens[:, None] < 0, 0, batch_tables)
         seq_lens = jnp.maximum(seq_lens, 0)
     seq_index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -213,7 +215,8 @@ def prefill_step(
     if row_tokens is not None:
         limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
         sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
-        # A row with more tokens than its limit computes its token at the start of the null block.
+        # A row with more tokens than its limit has no slot, so it writes its token's K and V to the
+        # null block.
         block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
         seq_lens = jnp.abs(sample_positions)
     seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)
@@ -304,8 +307,9 @@ def verify_step(
     """Compute one or several decode steps that verify drafts, in one launch.
 
     Each step proposes drafts, computes the last token and the drafts of each row (Q tokens), and
-    samples after each of them. A draft is accepted if it equals the token that the row samples
-    there and all drafts before it are accepted. The tokens therefore do not depend on the drafts.
+    samples after each of them. A draft is accepted if it equals the token that the row samples at
+    this position, and if all earlier drafts of the row are accepted. The tokens therefore do not
+    depend on the drafts.
 
     Returns:
         The sampled tokens [U, B, Q] and scores [U, B, Q, W], the last tokens, and the new states.
@@ -377,8 +381,8 @@ def _compute_drafts(
     has_slot = jnp.concatenate([(lengths > 0)[:, None], drafts >= 0], axis=1)
     positions = jnp.maximum(lengths - 1, 0)[:, None]
     positions += jnp.arange(num_queries, dtype=jnp.int32)[None]
-    # A position without a slot may lie past the end of the block table. Append null blocks, so that
-    # the kernels read no entry out of bounds.
+    # Positions without a slot may lie past the end of the block table. Append null blocks to the
+    # table, so that the kernels do not read out of bounds.
     batch_tables = jnp.pad(tables[batch.rows], ((0, 0), (0, -(-num_drafts // block_size))))
     batch_tables = jnp.where((lengths > 0)[:, None], batch_tables, 0)
     seq_index = jnp.arange(batch_size, dtype=jnp.int32).repeat(num_queries)
@@ -412,8 +416,8 @@ def _sample_drafts(
     """Sample after each token of a verify step, up to the first rejected draft of each row.
 
     The head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits at once. If the level has
-    `ADJUSTED`, the positions are sampled one after another, because penalties depend on the tokens
-    before.
+    `ADJUSTED`, the positions are sampled one after another, because penalties depend on earlier
+    tokens.
     """
     num_queries, batch_size, width = hidden.shape
     per_head = max(1, MAX_VERIFY_LOGITS_ROWS // batch_size)
@@ -534,7 +538,7 @@ def prompt_logprobs_step(
     def score(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
         is_sharded = model.is_vocab_sharded
-        if is_sharded:  # pad, so that each device gets the same number of rows
+        if is_sharded:  # add padding rows, so that each device gets the same number of rows
             padding = -size % lax.axis_size(MESH_AXIS)
             hidden, targets = (
                 jnp.pad(hidden, ((0, padding), (0, 0))),
@@ -562,14 +566,14 @@ def score_targets_step(
     *,
     backend: Backend,
 ) -> Float32[Array, "C 2"]:
-    """Return the log-probability of each target, and 1 if no token is more probable, else 0.
+    """Return each target's log-probability, and whether no token is more probable (1 or 0).
 
     `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns neither ranks
     nor most probable tokens. It therefore needs whole rows of logits only if
     `StepModel.target_logprobs` returns None.
     """
     found = model.target_logprobs(scored_hidden, targets, backend)
-    if found is None:  # compute whole rows of logits, and score them by the op for sampled tokens
+    if found is None:  # if the model has no kernel for this, score whole rows of logits
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
@@ -618,11 +622,11 @@ def _token_positions(
 ) -> tuple[Int32[Array, "T"], Int32[Array, "T"], Bool[Array, "T"]]:
     """Return, for each flattened token, its sequence, its position and whether it is real.
 
-    A token is real if it is not padding. The position counts from the start of the sequence.
+    "Real" means that the token is not padding. The position counts from the start of the sequence.
     """
     index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # With "compare_all", searchsorted is one kernel. The default method is a loop, which needs one
-    # launch per iteration on a GPU.
+    # With method "compare_all", `searchsorted` is a single kernel. The default method is a loop,
+    # which takes one kernel launch per iteration on a GPU.
     seq_index = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
     seq_index = seq_index.astype(jnp.int32)
     real = index < starts[-1]
@@ -665,9 +669,9 @@ its shape follows from `PlanProgram.pack`."""
 class StepProgram:
     """A step function, and everything needed to compile, warm up and launch its programs.
 
-    The name of an argument says where its value comes from. The runner holds the model and the
-    arrays of `DeviceShapes.persistent_arrays`. Sizes, and options such as `backend`, are bound when
-    a program is traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
+    The name of an argument determines where its value comes from. The runner holds the model and
+    the arrays of `DeviceShapes.persistent_arrays`. Sizes, and options such as `backend`, are bound
+    when a program is traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
 
     Attributes:
         name: Name of the step. With a key, it names a compiled program.
@@ -706,7 +710,8 @@ class StepProgram:
         """Return the values of a key as a dict, by the names of the arguments that take them.
 
         The dict also has sizes that follow from the key, such as `num_rows`, the number of rows of
-        the logits. If the key has no number of tokens, `num_tokens` is the number of sequences.
+        the logits. If the key does not contain a number of tokens, `num_tokens` is the number of
+        sequences.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "drafter" in sizes:

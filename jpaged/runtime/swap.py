@@ -1,4 +1,4 @@
-"""Swap blocks out to host memory and in again, by few large transfers that run while steps run.
+"""Swap blocks out to host memory and back, by few large transfers that run while steps run.
 
     out  pool ──gather──► one array on the device ──transfer──► pinned host memory
     in   pinned host memory ──transfer──► one array on the device ──scatter──► pool
@@ -34,8 +34,8 @@ MAX_STAGED_CHUNKS = 4
 
 
 def gather_blocks_step(state: KVState, block_ids: Int32[Array, "C"]) -> Shaped[Array, "A C S K H"]:
-    """Return the blocks `block_ids` of all A arrays of the pool (K and V of each layer), as one
-    array."""
+    """Return the blocks `block_ids` as one array, from all A arrays of the pool (K and V per
+    layer)."""
     return jnp.stack([array[block_ids] for array in jax.tree.leaves(state.pool)])
 
 
@@ -109,8 +109,7 @@ def split_into_chunks(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
 
 
 def to_host(blocks: jax.Array) -> jax.Array:
-    """Start a transfer to pinned host memory. The returned array is ready when the transfer has
-    ended."""
+    """Start a transfer to pinned host memory. The returned array is ready after the transfer."""
     return jax.device_put(blocks, blocks.sharding.with_memory_kind("pinned_host"))
 
 
@@ -125,7 +124,9 @@ name."""
 
 
 class SwapChunk(NamedTuple):
-    """Chunk of a swap entry in host memory: `size` blocks, from the entry's block `first` on."""
+    """Chunk of a swap entry in host memory: `size` blocks, beginning with the entry's block
+    `first`.
+    """
 
     first: int
     size: int
@@ -133,7 +134,7 @@ class SwapChunk(NamedTuple):
 
 
 class IncomingChunk(NamedTuple):
-    """A chunk to swap in, and the target block id of each of its blocks; -1 for a block to skip."""
+    """A chunk to swap in, and each block's target block id in the pool; -1 to skip the block."""
 
     block_ids: np.ndarray
     blocks: jax.Array
@@ -177,8 +178,8 @@ class SwapEntries:
         del self._swap_entries[swap_entry_id]
 
     def swap_out(self, launch: LaunchFunction, swap: SwapOut) -> None:
-        """Launch a copy of blocks to a new swap entry. The copy has the contents of the blocks
-        after all programs launched before.
+        """Launch a copy of blocks to a new swap entry. The copy has the contents that the blocks
+        have after all programs that were launched earlier.
 
         Raises:
             ValueError: Swapping is disabled (`num_host_blocks` is 0), or the swap entry exists
@@ -228,8 +229,8 @@ class SwapEntries:
             if not is_staged:
                 self._wait_for_room()
                 blocks = to_device(blocks)
-            # Blocks without a target get ids past the pool, which the scatter skips. No two ids are
-            # equal, because the scatter requires unique ids.
+            # Give blocks without a target ids past the end of the pool, which the scatter skips.
+            # All ids differ, because the scatter requires unique ids.
             beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
             ids = np.where(ids < 0, beyond, ids)
             scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)

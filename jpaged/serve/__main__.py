@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the server with the arguments `argv` (default: `sys.argv`) and return the exit code."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_on_signal)
-    # Imports take a while, so install the signal handlers before.
+    # Import after the signal handlers are installed, because the imports take a while.
     from jpaged.serve.errors import log_line
     from jpaged.serve.options import read_flags
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
-    """Exit with code 0: no request is in flight before the server has started."""
+    """Exit with code 0, because no request can be in flight before the server has started."""
     os._exit(0)
 
 

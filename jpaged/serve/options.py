@@ -68,14 +68,15 @@ def _check_host(name: str, host: str) -> None:
 
 
 def _check_api_keys(name: str, keys: Sequence[str]) -> None:
-    """Raise RequestError for a key that no header can contain. Errors never show the key."""
+    """Raise RequestError for an API key that no header can contain. The error does not show it."""
+    name = name.removesuffix("s")
     for number, key in enumerate(keys, 1):
         if not key:
-            remedy = "pass a key, or omit --api-key"
-            raise RequestError("api_key", "is empty", value="", remedy=remedy)
+            remedy = f"pass a key, or omit --{name.replace('_', '-')}"
+            raise RequestError(name, "is empty", value="", remedy=remedy)
         if key != key.strip() or not (key.isascii() and key.isprintable()):
             raise RequestError(
-                "api_key",
+                name,
                 f"(number {number}) can never match the key of a request",
                 value="",
                 remedy="use printable ASCII characters, with no space at the start or end",
@@ -83,7 +84,7 @@ def _check_api_keys(name: str, keys: Sequence[str]) -> None:
 
 
 def _check_model_names(name: str, names: Sequence[str]) -> None:
-    """Raise RequestError for an empty or unprintable name, or a name with a space at an end."""
+    """Raise RequestError for a name that is empty, unprintable, or begins or ends with a space."""
     for number, each in enumerate(names, 1):
         if not each or each != each.strip() or not each.isprintable():
             raise RequestError(
@@ -101,6 +102,13 @@ def _read_host(text: str) -> str:
             f"{text!r} is not a host name: pass a name such as llm.example.com, or * for any"
         )
     return name
+
+
+def _read_folder(text: str) -> Path:
+    folder = Path(text)
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder: pass an existing folder")
+    return folder.resolve()
 
 
 def _read_template(path_text: str) -> str:
@@ -205,6 +213,22 @@ class ServeConfig(options.Options, group="the server"):
         False,
         help="share cached prefixes between API keys; clients can then detect others' prompts",
     )
+    control_api_keys: tuple[str, ...] = options.option(
+        (),
+        _check_api_keys,
+        flags=("--control-api-key",),
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys of /pause, /resume, /sleep, /wake_up, /is_paused, /is_sleeping and "
+        "/update_weights, which no other key can use; unset: the server has no such paths",
+    )
+    weights_folder: Path | None = options.option(
+        None,
+        parse=_read_folder,
+        metavar="FOLDER",
+        help="folder whose subfolders of safetensors files /update_weights may read",
+    )
     allowed_hosts: tuple[str, ...] | None = options.option(
         None,
         parse=_read_host,
@@ -272,6 +296,19 @@ class ServeConfig(options.Options, group="the server"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if set(self.api_keys) & set(self.control_api_keys):
+            raise RequestError(
+                "control_api_key",
+                "is also an --api-key",
+                remedy="use another key, because clients must not pause the engine",
+            )
+        if self.weights_folder is not None and not self.control_api_keys:
+            raise RequestError(
+                "weights_folder",
+                "needs --control-api-key",
+                value=str(self.weights_folder),
+                remedy="set a key, or omit the folder",
+            )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise RequestError(
                 "enable_auto_tool_choice",

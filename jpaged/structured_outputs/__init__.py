@@ -1,6 +1,6 @@
 """`StructuredOutputs`: the specification that an answer must match, checked when it is created.
 
-This module needs neither JAX nor llguidance.
+This module imports neither JAX nor llguidance.
 """
 
 import copy

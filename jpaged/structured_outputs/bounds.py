@@ -9,7 +9,7 @@ from jpaged.errors import ErrorKind, RequestError
 
 
 class Bound(NamedTuple):
-    """A maximum count, and the words of the error for a larger count.
+    """A maximum number of items, with the words of the error message for a larger number.
 
     Attributes:
         limit: Maximum count.
@@ -122,13 +122,14 @@ TRIAL_TOKENS = 24
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
-    # This fuel suffices for about 4 ms.
+    # 50,000 units of fuel are enough for about 4 ms of CPU time.
     "step_lexer_fuel": 50_000,
-    # This number of items takes less than 1 ms.
+    # llguidance processes 5,000 items in less than 1 ms.
     "step_max_items": 5_000,
-    # The items of one token take about 6 ms: the time is quadratic in their number.
+    # At this number of items, a token takes about 6 ms. The time is quadratic in the number of
+    # items.
     "max_items_in_row": 600,
-    # A state takes about 560 bytes. `Matcher` replaces a lexer that reaches this limit.
+    # A lexer state takes about 560 bytes. `Matcher` replaces a lexer that reaches this limit.
     "max_lexer_states": 32_768,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
@@ -139,15 +140,15 @@ MAX_GRAMMAR_LEXERS = 64
 """Maximum number of lexers (compiled copies) of one grammar. Further answers share lexers."""
 
 MAX_TOTAL_LEXERS = 512
-"""Maximum number of lexers of all grammars; beyond it, spare lexers are dropped.
+"""Maximum number of lexers of all grammars. Unused lexers beyond this number are dropped.
 
 A lexer of a usual schema takes 0.1 to 0.3 MiB."""
 
 MAX_LEXER_BYTES = 512 * 2**20
 """Maximum memory of all lexers, in bytes.
 
-Beyond it, spare lexers are dropped, new answers share lexers, and running answers get smaller
-lexers."""
+If the lexers take more, unused lexers are dropped, new answers share lexers, and running answers
+get smaller lexers."""
 
 LEXER_IDLE_S = 30.0
 """Seconds without a running answer after which all lexers are released."""

@@ -39,8 +39,8 @@ _JSON_OPTIONS: Any = {
     # blanks.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
-    # Forbid \u escapes, so that a property name has only one spelling. With two spellings, a name
-    # could appear twice or evade `additionalProperties`.
+    # Forbid \u escapes, so that a property name has only one spelling. With a second spelling, a
+    # name could appear twice in an object or evade `additionalProperties`.
     "json_allowed_escapes": '"\\bfnrt',
 }
 """Options of llguidance for the JSON that answers contain."""
@@ -81,8 +81,8 @@ def _grammar_source(spec: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(spec.regex or "")
         case "choice":
-            # Write all choices as one terminal of the grammar. If each choice were a rule, each
-            # would count towards `max_items_in_row`.
+            # Write all choices as one terminal of the grammar. If every choice were a rule, every
+            # choice would count towards `max_items_in_row`.
             choices = " | ".join(json.dumps(each) for each in spec.choice or ())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
@@ -97,7 +97,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _try_first_token(matcher: Any) -> None:
-    """Let llguidance's matcher consume one allowed token and compute the next mask."""
+    """Let llguidance's matcher consume one allowed token and compute the mask after it."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     if len(found := np.flatnonzero(bits)):
         matcher.consume_token(int(found[0]))
@@ -124,9 +124,11 @@ class GrammarCompiler:
 
     Args:
         tokenizer: The model's tokenizer.
-        vocab_size: Width of the logits. Token ids that the tokenizer lacks are never allowed.
+        vocab_size: Width of the logits. Token ids that the tokenizer does not have are never
+            allowed.
         eos_token_ids: The model's end tokens.
-        stack_bytes: Stack size of the compiling threads: llguidance compiles recursively.
+        stack_bytes: Stack size of the compiling threads. llguidance compiles recursively, so it
+            needs a large stack.
         max_cached: Maximum number of compiled grammars in the cache.
 
     Attributes:
@@ -154,7 +156,7 @@ class GrammarCompiler:
         self._thread_pools: dict[str, ThreadPoolExecutor] = {}
 
     def prepare(self) -> None:
-        """Read the tokenizer's vocabulary now, so that the first grammar need not wait for it.
+        """Read the tokenizer's vocabulary in advance, to make the first compilation faster.
 
         Raises:
             GrammarError: The tokenizer cannot be used with llguidance, or has no end token.
@@ -162,7 +164,8 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                # Create this object now, so that it does not count the vocabulary's memory.
+                # `LexerMemory` counts what is allocated after its creation, so create it after the
+                # vocabulary.
                 self._memory = LexerMemory()
 
     def submit(
@@ -179,7 +182,8 @@ class GrammarCompiler:
             Future of the matchers. It raises `GrammarError` if the grammar cannot be compiled.
         """
         with self._lock:
-            # A cached grammar takes little time, so it must not queue behind compilations.
+            # A cached grammar takes little time, so it must not wait in the queue behind
+            # compilations.
             known = self._cache.get(spec)
             kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._submit_to_pool(kind, self._make_matchers, spec, ending_ids, count)
@@ -195,7 +199,7 @@ class GrammarCompiler:
         return compiling.result()
 
     def try_random_answer(self, spec: StructuredOutputs, ending_ids: frozenset[int]) -> None:
-        """Compile a grammar and generate the first tokens of a random answer with its masks.
+        """Compile a grammar, and use its masks to generate the first tokens of a random answer.
 
         All of this runs in the compiling threads, which have the stack size `stack_bytes`.
 
@@ -215,7 +219,7 @@ class GrammarCompiler:
             )
         before = threading.stack_size(self._stack_bytes)
         try:
-            # This may start a thread, which gets the stack size set above.
+            # `submit` may start a thread, which gets the stack size that was set above.
             return self._thread_pools[kind].submit(work, *args)
         finally:
             threading.stack_size(before)
@@ -237,7 +241,7 @@ class GrammarCompiler:
         Args:
             grammar: The answer's grammar.
             consumed: Tokens that the answer has consumed. The new matcher consumes them too.
-            may_share: Whether the answer may share a lexer with others if compiling is slow.
+            may_share: Whether the answer may share a lexer with other answers if compiling is slow.
 
         Returns:
             The lexer, how the answer uses the lexer, and llguidance's matcher after the tokens.
@@ -261,7 +265,7 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                # Computing any mask resets the lexer's fuel.
+                # Compute a mask that nobody uses, because that resets the lexer's fuel.
                 lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]
@@ -304,7 +308,8 @@ class GrammarCompiler:
         is_cheap = time.thread_time() - start < bounds.CHEAP_COMPILE_S
         first = matcher.deep_copy()
         if not first.is_error():
-            # The first token costs the most: a grammar that is too slow per token fails here.
+            # The first token is the most expensive, so a grammar that is too slow per token fails
+            # here.
             _try_first_token(first)
         if first.is_error():
             raise spec_error(spec, first.get_error())
@@ -313,8 +318,8 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar does not exceed the limits. Use more fuel to compile it again, because a new
-        # lexer also replays the tokens of an answer.
+        # The grammar is within the limits. Later compilations of it get more fuel, because a new
+        # lexer must also replay the tokens of an answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )
@@ -338,9 +343,9 @@ class GrammarCompiler:
         return grammar
 
     def _limit_lexers(self) -> None:
-        """Drop spare lexers if their memory is full or their number exceeds the limit.
+        """Drop unused lexers if the lexers take too much memory or their number exceeds the limit.
 
-        If the number exceeds the limit, least recently used grammars lose their spare lexers first.
+        Start with the lexers of the least recently used grammars.
         """
         self._last_used_at = time.monotonic()
         with self._lock:
@@ -358,7 +363,7 @@ class GrammarCompiler:
             total += grammar.lexers.num_lexers
 
     def release_if_idle(self) -> bool:
-        """Release all cached grammars if no answer ran for `bounds.LEXER_IDLE_S`.
+        """Release all cached grammars if no answer has run for `bounds.LEXER_IDLE_S` seconds.
 
         Returns:
             Whether the grammars were released.
@@ -375,7 +380,7 @@ class GrammarCompiler:
 
 
 def _release_when_idle(compiler_ref: "weakref.ref[GrammarCompiler]") -> None:
-    """Wait until the grammars are idle and release them. Return early if the compiler is gone."""
+    """Wait until no grammar is in use, then release all of them. Stop if `compiler_ref` is dead."""
     while (compiler := compiler_ref()) is not None and not compiler.release_if_idle():
         del compiler
         time.sleep(bounds.LEXER_IDLE_S / 4)

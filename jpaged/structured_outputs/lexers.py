@@ -51,7 +51,8 @@ def heap_bytes() -> int:
         found = _libc().mallinfo2().numbers
     except AttributeError:
         return _resident_bytes()
-    return found[7] + found[4]  # uordblks: used bytes of arenas; hblkhd: bytes of large mappings
+    # Fields uordblks (used bytes of arenas) and hblkhd (bytes of large mappings).
+    return found[7] + found[4]
 
 
 def _resident_bytes() -> int:
@@ -74,7 +75,7 @@ class LexerMemory:
 
     def __init__(self):
         self._resident, self._heap = _resident_bytes(), heap_bytes()
-        self._fragments = 0  # free bytes that malloc cannot return to the system
+        self._fragments = 0  # bytes that are free but that malloc cannot return to the system
         self._is_full, self._valid_until = False, 0.0
         self._measured_at = float("-inf")
         self._lock = threading.Lock()
@@ -91,8 +92,8 @@ class LexerMemory:
     def trim_if_full(self) -> bool:
         """Return free memory to the system if memory is full, then return `is_full`.
 
-        Memory is returned at most once per second. That takes tens of milliseconds if much memory
-        is free.
+        Memory is returned at most once per second. Returning much memory takes tens of
+        milliseconds.
         """
         with self._lock:
             if self.is_full and time.monotonic() - self._measured_at >= _HEAP_INTERVAL_S:
@@ -111,9 +112,9 @@ class LexerMemory:
 class LexerUse(Enum):
     """How an answer uses a lexer."""
 
-    EXCLUSIVE = auto()  # only one answer uses the lexer at a time; later answers reuse it
-    SHARED = auto()  # several answers use the lexer at a time
-    PRIVATE = auto()  # only one answer ever uses the lexer, which is not in the pool
+    EXCLUSIVE = auto()  # one answer at a time uses the lexer, and later answers reuse it
+    SHARED = auto()  # several answers use the lexer at the same time
+    PRIVATE = auto()  # a single answer uses the lexer, which is never put into the pool
 
 
 @dataclass(eq=False)
@@ -134,12 +135,13 @@ class Lexer:
 class LexerPool:
     """Pool of lexers of one grammar.
 
-    An answer gets an unused lexer if one is spare or may be compiled. Otherwise it shares a lexer.
-    Answers that share a lexer get their masks one at a time, because a lexer has a lock.
+    An answer gets a lexer that no other answer uses, if one exists or may be compiled. Otherwise,
+    the answer shares a lexer. The masks of answers that share a lexer are made one after another,
+    because a lexer has a lock.
 
     A lexer keeps the states of finished answers, and llguidance does not report their number.
-    Therefore the pool counts tokens: once a lexer has broken, the grammar's lexers are replaced
-    after half as many tokens.
+    Therefore, the pool counts tokens. If a lexer breaks after n tokens, each lexer of the grammar
+    is later replaced after n / 2 tokens.
 
     Args:
         first: llguidance's matcher before the first token.
@@ -153,11 +155,12 @@ class LexerPool:
         self._spare = [*self._lexers]
         self.compile_matcher, self.is_cheap = compile_matcher, is_cheap
         self._max_lexers = bounds.MAX_GRAMMAR_LEXERS if is_cheap else 1
-        # Replace a shared lexer early: if a lexer fails, all answers that use it need a new lexer.
+        # Replace a shared lexer early. If it breaks, all answers that share it need a new lexer.
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
-        self._compile_lock = threading.Lock()  # a separate lock, since compiling may take seconds
+        # Separate from `_lock`, because compiling may take seconds.
+        self._compile_lock = threading.Lock()
 
     @property
     def num_lexers(self) -> int:
@@ -172,8 +175,8 @@ class LexerPool:
     def acquire(self, is_memory_full: bool = False) -> tuple[Lexer, LexerUse]:
         """Return a lexer for an answer, and how the answer uses the lexer.
 
-        Compile a lexer if none is spare and the pool may grow. If `is_memory_full`, share an
-        existing lexer instead. The caller must `release` the lexer.
+        If all lexers are in use and the pool may grow, compile a lexer. If `is_memory_full`, share
+        an existing lexer instead. The caller must `release` the lexer.
         """
         if (found := self._find_usable(is_memory_full)) is not None:
             return found
@@ -190,7 +193,7 @@ class LexerPool:
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
-        """Return the result of `acquire`, or None if `acquire` must compile a lexer."""
+        """Return an existing lexer as `acquire` does; None if a lexer must be compiled."""
         with self._lock:
             self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
@@ -207,7 +210,8 @@ class LexerPool:
 
     def release(self, lexer: Lexer, use: LexerUse, consumed: list[int]) -> None:
         """Take back the lexer of a finished answer that consumed the tokens `consumed`."""
-        # Take no lock: the garbage collector may call this while the thread holds the lock.
+        # Take no lock, because the garbage collector may call this method in a thread that holds
+        # it.
         lexer.num_tokens += len(consumed)
         if use is LexerUse.EXCLUSIVE:
             self._spare.append(lexer)
@@ -226,9 +230,10 @@ class LexerPool:
                 self._lexers.remove(lexer)
 
     def drop_spare(self, min_lexers: int) -> list[Lexer]:
-        """Remove and return spare lexers while the pool has more than `min_lexers` lexers.
+        """Remove and return unused lexers until at most `min_lexers` lexers are in the pool.
 
-        The caller frees the returned lexers without a lock: that may take a millisecond per MiB.
+        The caller must free them outside the lock, because freeing takes up to a millisecond per
+            MiB.
         """
         dropped: list[Lexer] = []
         with self._lock:

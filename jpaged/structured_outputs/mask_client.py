@@ -55,7 +55,7 @@ has the indices of the heavy answers among them (`AnswerState.HEAVY`)."""
 
 
 def never_stop_waiting(late: Sequence[int], heavy: Collection[int]) -> bool:
-    """Return False, so that a step waits for all masks. This is a `ShouldStopWaiting`."""
+    """Return False, so that a step waits for all masks. Implements `ShouldStopWaiting`."""
     return False
 
 
@@ -121,7 +121,7 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether compilation is over: each answer has a mask or has failed."""
+        """Whether compilation is over, so that each answer has a mask or has failed."""
         return self._client.are_ready(self.answers)
 
     def wait(self, seconds: float | None = None) -> None:
@@ -176,25 +176,27 @@ class MaskWorkerClient:
         self._settings = MaskWorkerSettings(str(folder), vocab_size, eos_token_ids, capacity, width)
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
-        self._is_stalled = False  # the worker let a step time out and is silent since then
-        # A MaskMemory, or None before the first grammar.
+        # Whether the worker has been silent since a step timed out.
+        self._is_stalled = False
+        # A `MaskMemory`; None before the first grammar.
         self._memory: Any = None
-        # A _WorkerProcess, or None while no worker runs.
+        # A `_WorkerProcess`; None while no worker runs.
         self._worker: Any = None
-        # Indices below `_num_used_indices` have been used; `_free_indices` is a heap of the free
-        # indices in that range.
+        # Memory indices below `_num_used_indices` have been used at some time. `_free_indices` is a
+        # heap of those that are free again.
         self._num_used_indices, self._free_indices = 1, list[int]()
-        # Memory indices of answers that are over: those that the worker does not know yet, and
-        # those that were sent to the worker.
+        # Memory indices of answers that are over. `_unreported_ends` have not been sent to the
+        # worker yet. `_reported_ends` have been sent, but the worker may still use their entries.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
         self._pending_answers: Sequence[Answer] = ()
         self._pending_indices: Any = None  # int32 [n]: memory indices of `_pending_answers`
         self._unsent_message: Callable[[], bytes] | None = None
-        # Number of steps whose tokens were sent to the worker.
+        # Number of steps whose tokens were sent to the current worker.
         self._num_steps_sent = 0
-        # Seconds without a report while an answer was pending, and the time of the last check.
+        # `_silent_s` counts the seconds without a report while an answer was pending. `_polled_at`
+        # is the time of the last check.
         self._silent_s = self._polled_at = 0.0
         self._buffer = np.zeros((0, 0), np.int32)
 
@@ -255,21 +257,22 @@ class MaskWorkerClient:
     def request_masks(
         self, skipped: Collection[int], tokens: Callable[[], np.ndarray], *, send_now: bool
     ) -> None:
-        """Request the masks that follow the tokens of the last step.
+        """Send the last step's tokens to the worker, which makes the next masks.
 
         The step is the last one that was passed to `gather_masks`.
 
         Args:
-            skipped: Indices in the `items` of `gather_masks` of the answers that need no mask.
-            tokens: Waits for the step's tokens and returns them: int32 [rows]. A negative token
-                means that none could be sampled.
-            send_now: Whether a thread waits for the tokens and sends them. Otherwise
-                `await_tokens_received` sends them.
+            skipped: Positions of answers in the argument `items` of `gather_masks`. Those answers
+                need no mask.
+            tokens: Function that waits for the step's tokens and returns them: int32 [rows]. A
+                negative token means that no token could be sampled.
+            send_now: Whether another thread sends the tokens as soon as they are known. Otherwise,
+                `await_tokens_received` sends them later.
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        # Drop the references to the answers: when an answer is garbage-collected, its end is
-        # reported to the worker.
+        # Keep no references to the answers: the garbage collection of an answer triggers the report
+        # of its end to the worker.
         (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
@@ -277,7 +280,8 @@ class MaskWorkerClient:
         if not answers:
             return
         self._pending_answers, self._pending_indices = answers, where[0]
-        # Set PENDING before the tokens are sent, so that no old mask is used for the next step.
+        # Set the state PENDING before the tokens are sent. Otherwise the next step might use an old
+        # mask.
         self._memory.states[self._pending_indices] = AnswerState.PENDING
         self._unsent_message = partial(_tokens_message, where, tokens)
         if send_now:
@@ -285,7 +289,7 @@ class MaskWorkerClient:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that the current step may still wait if it has unconstrained rows.
+        """Maximum number of seconds that a step with unconstrained rows may still wait.
 
         0 while the worker does not respond.
         """
@@ -306,8 +310,8 @@ class MaskWorkerClient:
         A KeyboardInterrupt must not interrupt this method.
 
         Returns:
-            The answers that are over. Threads of the worker may still match other answers: use
-            `await_end` or `gather_masks` for them.
+            The answers that are over. The worker's threads may still be matching tokens of other
+            answers: `await_end` and `gather_masks` wait for these answers.
         """
         if not self._pending_answers:
             return set()
@@ -388,13 +392,14 @@ class MaskWorkerClient:
         memory_indices[rows] = indices
         if len(self._buffer) != num_rows:
             self._buffer = np.empty((num_rows, self._memory.masks.shape[1]), np.int32)
-        # All earlier steps have been read, so the old contents of the buffer are not needed.
+        # The buffer can be overwritten, because the device has finished with the masks of all
+        # earlier steps.
         np.take(self._memory.masks, memory_indices, axis=0, out=self._buffer, mode="clip")
         return self._buffer, [(i, answers[i].error) for i in over], late
 
     @property
     def worker_time_ns(self) -> np.ndarray:
-        """Nanoseconds that the worker matched tokens and made masks in batches, int64 [2]."""
+        """Nanoseconds that the worker spent on matching tokens and on making masks, int64 [2]."""
         return np.zeros(2, np.int64) if self._memory is None else self._memory.counts[1:].copy()
 
     @property
@@ -412,7 +417,8 @@ class MaskWorkerClient:
             if self._memory is None:
                 self._memory = MaskMemory(self._settings.capacity, self._settings.mask_width)
             worker = _WorkerProcess(self._memory.fd)
-        # The system cannot create another process, thread, file or shared memory.
+        # These errors mean that the system cannot create another process, thread, file or shared
+        # memory.
         except (OSError, RuntimeError, AttributeError) as error:
             words = f"structured_outputs: the mask worker could not be started: {error}"
             raise RuntimeError(words) from error
@@ -425,7 +431,7 @@ class MaskWorkerClient:
         return worker
 
     def _allocate_indices(self, count: int) -> list[int]:
-        """Return the lowest `count` free memory indices, so that few pages of memory are used."""
+        """Return the `count` lowest free memory indices. Low indices use few pages of memory."""
         ending, self._reported_ends = self._reported_ends, []
         for memory_index in ending:
             if self._memory.states[memory_index] == AnswerState.FREE:
@@ -461,15 +467,16 @@ class MaskWorkerClient:
         self._unsent_message = None
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
-        """Wait until `is_done()` or `give_up()`. No answer is pending once the worker has ended."""
-        if self._is_stalled:  # the loop below may end before it reads the worker's reports
+        """Wait until `is_done()` or `give_up()`. If the worker ends, no answer stays pending."""
+        # Read the worker's reports, because the loop below may end without reading any.
+        if self._is_stalled:
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # A report during this wait may belong to an earlier step. So half of `max_wait_s`
-                # without a report counts as silence.
+                # The worker counts as silent after half of `max_wait_s` without a report: a report
+                # early in this wait may belong to an earlier step.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True
@@ -503,7 +510,7 @@ class MaskWorkerClient:
         self._drop_worker("its socket was closed" if code is None else describe_exit(code))
 
     def _check_silence(self) -> None:
-        """Drop a worker that has reported nothing for too long while an answer is pending."""
+        """Drop the worker if it has reported nothing for too long while an answer is pending."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _MAX_COUNTED_SILENCE_S)
         self._polled_at = now
@@ -524,16 +531,17 @@ class MaskWorkerClient:
 class _WorkerProcess(Child):
     """The mask worker's process, and a thread that sends messages to it.
 
-    Only this thread waits for the device and for a worker that reads slowly. The thread closes the
-    channel.
+    The thread waits for the device and for a slow worker, so that the engine's thread need not. The
+    thread closes the channel.
 
     Attributes:
-        put: Queues a function that returns the bytes of a message.
+        put: Method that queues a message: a function that returns the message's bytes.
     """
 
     def __init__(self, fd: int):
         module = "jpaged.structured_outputs.mask_worker"
-        # Ctrl-C in a terminal must reach only the engine, so the worker leads a process group.
+        # The worker leads its own process group, so that a Ctrl-C in the terminal reaches only the
+        # engine.
         super().__init__(module, fd, pass_fds=[fd], is_group_leader=True)
         queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self.put = queue.put
@@ -568,11 +576,11 @@ def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None
             try:
                 sock.sendall(message())
             except OSError:
-                # The worker has ended, which `_read_notifications` notices. The last message may be
-                # incomplete, so no other message may follow it.
+                # The worker has ended, and `_read_notifications` will notice that. Send no further
+                # message, because the last message may be incomplete.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-            message = None  # release the step's arrays while the thread waits
+            message = None  # drop the reference to the step's arrays while the thread waits
 
 
 def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> bytes:
@@ -580,10 +588,11 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
 
     Args:
         where: Memory indices and rows of the answers, int32 [2, n].
-        tokens: Waits for the step's tokens and returns them, int32 [rows].
+        tokens: Function that waits for the step's tokens and returns them, int32 [rows].
     """
     try:
         found = tokens().tobytes()
-    except BaseException:  # the engine gets the error when it reads the step
+    # The engine gets the same error when it reads the step, and handles it there.
+    except BaseException:
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
     return encode_message(MaskMessageKind.TOKENS, where.tobytes(), found, count=where.shape[1])

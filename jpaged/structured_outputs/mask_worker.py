@@ -90,7 +90,7 @@ _ERROR_BYTES = 2048
 
 
 class MaskWorkerSettings(msgspec.Struct, frozen=True):
-    """Settings of the mask worker: the content of the first message to it.
+    """Settings of the mask worker. The first message to the worker contains them.
 
     Attributes:
         folder: Folder of the tokenizer.
@@ -125,8 +125,8 @@ class MaskMessageKind(IntEnum):
 
     # The content is a `MaskJob` in JSON, or `MaskWorkerSettings` in the first message.
     BEGIN = 0
-    # The content is int32: memory indices of answers, their rows in a step, and the tokens of all
-    # rows (-1 for no token).
+    # The content is int32: memory indices of answers, the answers' rows in a step, and the tokens
+    # of all rows (-1 for no token).
     TOKENS = 1
     # The content is int32: memory indices of answers that are over.
     END = 2
@@ -147,7 +147,7 @@ class AnswerState(IntEnum):
 
     FREE = 0  # no answer uses the entry, and the worker does not write to it
     PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
-    HEAVY = 2  # like PENDING, but takes milliseconds, so that no step should wait for it
+    HEAVY = 2  # like PENDING, but the work takes milliseconds, so no step should wait
     READY = 3  # the entry has the mask of the next token
     STOPPED = 4  # the answer is complete
     FAILED = 5  # the answer failed, and the entry has the error
@@ -155,7 +155,7 @@ class AnswerState(IntEnum):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the worker will change the state without another message."""
+        """Whether the worker will change this state without another message from the engine."""
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
 
@@ -232,8 +232,8 @@ class MaskMemory:
 class _WorkerAnswer:
     """An answer in the mask worker.
 
-    The worker matches the tokens of all answers in one batch, and makes their masks in another. A
-    thread serves the answer alone in three cases:
+    The worker matches the tokens of all answers in one batch, and makes their masks in another. In
+    three cases, a separate thread serves the answer:
 
     - `is_heavy`: matching the answer's last token or making its mask took a thread milliseconds.
     - `is_suspect`: a batch with the answer was late. A thread then serves the answer once to
@@ -260,11 +260,11 @@ class _WorkerAnswer:
 
     def __init__(self, memory_index: int):
         self.memory_index = memory_index
-        self.matcher: Any = None  # a Matcher, once the grammar is compiled
-        self.has_mask = False  # whether the first mask was made
+        self.matcher: Any = None  # a `Matcher`; None until the grammar is compiled
+        self.has_mask = False  # whether the answer's first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        self.excess_s = 0.0  # CPU seconds of the masks beyond `bounds.MAX_MEAN_MASK_S` per mask
-        self.is_busy = True  # whether a thread will write to the answer's entry
+        self.excess_s = 0.0  # CPU seconds that masks took beyond `bounds.MAX_MEAN_MASK_S` each
+        self.is_busy = True  # whether a thread may still write to the answer's entry
         self.is_over = False
 
     @property
@@ -279,13 +279,13 @@ class _WorkerAnswer:
         return self.matcher.needs_lexer or self.is_slow or is_timed
 
     def note_mask(self, *, allows_many_tokens: bool) -> None:
-        """Record that a mask was made, and whether the mask allows many tokens."""
+        """Record that a mask was made. `allows_many_tokens` says whether it allows many tokens."""
         self.allows_many_tokens, self.has_mask = allows_many_tokens, True
 
     def note_mask_time(self, mask_seconds: float) -> bool:
-        """Record the CPU time of a mask. Return whether the masks are too slow on average.
+        """Record the CPU time of a mask, and return whether the masks are too slow on average.
 
-        A single slow mask is allowed, since it may create lexer states that later masks reuse.
+        A single slow mask is allowed, because this mask may create lexer states for later masks.
         """
         self.excess_s = max(0.0, self.excess_s + mask_seconds - bounds.MAX_MEAN_MASK_S)
         return self.excess_s > bounds.MAX_MASK_EXCESS_S
@@ -302,7 +302,8 @@ class _WorkerAnswer:
         if token_seconds is not None:
             self.is_suspect = False
             self.is_heavy |= token_seconds > _HEAVY_TOKEN_S
-        # All answers of the grammar share this object, without a lock: a lost count is harmless.
+        # All answers of the grammar update `mask_timing` without a lock, because a lost count is
+        # harmless.
         mask_timing = self.matcher.mask_timing
         if self.is_slow:
             mask_timing.num_timed_masks = min(
@@ -341,7 +342,7 @@ class MaskMaker:
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        # The threads of this queue wait for compilations.
+        # The threads that serve `_rebuild_queue` wait for compilations of lexers.
         self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):
@@ -370,14 +371,15 @@ class MaskMaker:
             tokens: One token per answer, int32 [n]. A negative token means that none was sampled.
         """
         start, states = time.perf_counter_ns(), self._memory.states
-        # Skip indices that belong to answers of an earlier worker.
+        # Skip answers that this worker does not know: they belong to an earlier worker.
         answers = self.answers
         pairs = zip(memory_indices.tolist(), tokens.tolist(), strict=True)
         items = [(answers[it], token) for it, token in pairs if it in answers]
         quick = [it for it in items if it[1] >= 0 and not it[0].needs_thread]
         for answer, token in items if len(quick) < len(items) else ():
             if token < 0:
-                states[answer.memory_index] = AnswerState.READY  # the old mask is still valid
+                # Without a token, the old mask is still valid.
+                states[answer.memory_index] = AnswerState.READY
             elif answer.needs_thread:
                 self._queue_answer(answer, token)
         together = [item for item in quick if item[0].matcher.can_consume_directly(item[1])]
@@ -404,7 +406,7 @@ class MaskMaker:
         self._memory.counts[2] += time.perf_counter_ns() - taken
 
     def remove_answers(self, memory_indices: np.ndarray) -> None:
-        """Remove answers that are over. Set each entry to FREE once no thread writes to it."""
+        """Remove answers that are over; set their states to FREE once no thread writes to them."""
         for memory_index in memory_indices.tolist():
             answer = self.answers.pop(memory_index, None)
             with self._lock:
@@ -416,7 +418,7 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Match tokens in batches. Return the errors by memory index."""
+        """Match tokens in batches. Return the answers' errors by memory index."""
         errors: dict[int, BaseException] = {}
         for chunk in _chunks(items):
             start = time.perf_counter()
@@ -439,7 +441,7 @@ class MaskMaker:
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
     def _make_masks(self, answers: Sequence[_WorkerAnswer]) -> None:
-        """Make the masks of answers in one batch, but let threads make masks that may be slow."""
+        """Make the masks of answers in one batch, except slow masks, which threads make."""
         quick = [it for it in answers if not it.needs_mask_thread]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.needs_mask_thread:
@@ -461,7 +463,7 @@ class MaskMaker:
             self._make_masks([it for it in left if it.matcher.needs_lexer])
 
     def _fill_batch(self, answers: Sequence[_WorkerAnswer]) -> dict[int, BaseException]:
-        """Make the masks of answers in batches. Return the errors by memory index."""
+        """Make the masks of answers in batches. Return the answers' errors by memory index."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         masks, memory_indices = self._memory.masks, np.array([it.memory_index for it in answers])
@@ -531,7 +533,8 @@ class MaskMaker:
                 self._rebuild_queue.put((answer, None))
             else:
                 self._finish_job(answer, error)
-            answer = error = None  # a waiting thread must not keep an answer's lexer alive
+            # Drop the references, so that the waiting thread keeps no lexer in memory.
+            answer = error = None
 
     def _serve(self, answer: _WorkerAnswer, token: int | None) -> BaseException | None:
         """Match an answer's token, unless it is None, and make the next mask.
@@ -546,14 +549,15 @@ class MaskMaker:
             if matcher.is_stopped:
                 return None
         if matcher.needs_lexer:
-            return None  # `_run_thread` queues the answer for a thread that rebuilds the lexer
+            return None  # the caller queues the answer for a thread that rebuilds the lexer
         masks, start = self._memory.masks, time.thread_time()
         error = matcher.try_fill_mask(masks, answer.memory_index)
         if matcher.needs_lexer:
             return None
         mask_seconds = time.thread_time() - start
         if not answer.has_mask:
-            mask_seconds = 0.0  # the first mask creates lexer states that later masks reuse
+            # Do not count the first mask, which creates lexer states that later masks reuse.
+            mask_seconds = 0.0
         elif answer.note_mask_time(mask_seconds):
             error = matcher.too_slow_error()
         some = masks[answer.memory_index, :: self._stride]
@@ -568,8 +572,8 @@ class MaskMaker:
             start = time.thread_time()
             matcher.accept(token)
             return time.thread_time() - start
-        # llguidance releases the GIL only if it gets two or more matchers, so pass a broken
-        # matcher too. Measure wall time, since the CPU time of llguidance's threads is unknown.
+        # llguidance releases the GIL only if it gets two or more matchers, so pass a broken matcher
+        # as the second. Measure wall time, because the CPU time of llguidance's threads is unknown.
         start = time.perf_counter()
         inner = [(matcher.inner, token), (broken_matcher(matcher.vocabulary), token)]
         is_allowed, _ = self._heavy_executor.consume_token_par(inner)
@@ -622,14 +626,15 @@ def main(sock: socket.socket, fd: str) -> None:
         fd: File descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore SIGTERM, which the engine handles
-    exit_with_parent(sock)  # uses a thread, because libraries may block this one
-    sys.setswitchinterval(0.0005)  # shortens the time that masks wait for compiling threads
-    with suppress(OSError):  # if memory runs out, Linux should kill the worker, not the engine
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Watch the parent in another thread: libraries may block this thread.
+    exit_with_parent(sock)
+    sys.setswitchinterval(0.0005)  # masks wait less for the GIL, which compiling threads hold
+    with suppress(OSError):  # if memory runs out, Linux should kill this process and not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
     def notify() -> None:
-        with suppress(OSError):  # the engine is gone, or has not read the earlier bytes yet
+        with suppress(OSError):  # the engine has ended, or earlier bytes still wait to be read
             sock.send(b"!", socket.MSG_DONTWAIT)
 
     try:
@@ -637,7 +642,7 @@ def main(sock: socket.socket, fd: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # a normal exit would wait for running threads
+        os._exit(1)  # exit without waiting for other threads
 
 
 def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -> None:
@@ -668,7 +673,7 @@ def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -
 def _load_compiler(settings: MaskWorkerSettings) -> Callable[..., Future[list[Matcher]]]:
     """Load the tokenizer and return `GrammarCompiler.submit`.
 
-    If the tokenizer cannot be loaded, return a function that returns a failed future.
+    If loading fails, the returned function returns a failed future.
     """
     try:
         tokenizer = Tokenizer.from_folder(Path(settings.folder))

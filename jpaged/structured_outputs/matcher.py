@@ -1,4 +1,4 @@
-"""Compiled grammars, and matchers that follow one answer each through a grammar.
+"""Compiled grammars, and matchers. A matcher follows one answer through a grammar.
 
 llguidance does the parsing, in Rust. This module adds the tokens that end an answer, limits on the
 cost of a grammar, and reasoning before the constrained text.
@@ -47,7 +47,7 @@ class GrammarError(RequestError):
 
 
 def spec_error(spec: StructuredOutputs, words: str) -> GrammarError:
-    """Return the error of a specification that cannot be enforced for the reason `words`."""
+    """Return the error that a specification cannot be enforced. `words` gives the reason."""
     words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_REPLACEMENT)
     reason = " ".join(words.split())[:300]
     return GrammarError(f"structured_outputs.{spec.kind}", f"cannot be enforced: {reason}")
@@ -61,7 +61,7 @@ def broken_matcher(vocabulary: "Vocabulary") -> Any:
 
 
 def replay_tokens(vocabulary: "Vocabulary", inner: Any, consumed: list[int]) -> bool:
-    """Let llguidance's matcher consume tokens. Return whether the matcher allows all of them."""
+    """Let llguidance's matcher consume tokens; return whether the grammar allows all of them."""
     from llguidance import LLExecutor
 
     # llguidance releases the GIL only if it gets two or more matchers.
@@ -108,7 +108,7 @@ class Vocabulary:
         self.line_break_ids = {ids[-1]: n for n, ids in enumerate(breaks, 1) if len(ids) == 1}
 
     def clear_eos(self, mask: np.ndarray) -> bool:
-        """Remove the model's end tokens from a mask. Return whether the mask had any."""
+        """Remove the model's end tokens from a mask; return whether the mask allowed any."""
         words, found = mask.view(np.uint32), False
         for i, kept in self._not_eos_words:
             word = int(words[i])
@@ -117,7 +117,7 @@ class Vocabulary:
         return found
 
     def have_eos(self, masks: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return which masks allow an end token of the model.
+        """Return for each mask whether it allows an end token of the model.
 
         Args:
             masks: int32 [any, W].
@@ -141,13 +141,13 @@ class Matcher:
     """Progress of one answer through a grammar. Not thread-safe.
 
     Attributes:
-        ending_ids: Tokens that end the answer where the grammar allows the end.
+        ending_ids: Tokens that end the answer at positions where the grammar allows the end.
         is_stopped: Whether the answer is complete.
         vocabulary: Vocabulary of the tokenizer.
         mask_timing: Record of the grammar's slow masks, which all its answers share.
         inner: llguidance's matcher.
         needs_lexer: Whether the lexer must be replaced before the next mask. `rebuild_lexer` takes
-            as long as compiling the grammar, so other work should not wait for that thread.
+            as long as compiling the grammar, so a separate thread should call it.
     """
 
     def __init__(self, grammar: "CompiledGrammar", ending_ids: frozenset[int]):
@@ -156,9 +156,10 @@ class Matcher:
         self.mask_timing = grammar.mask_timing
         self.needs_lexer = False
         self._consumed: list[int] = []
-        # Number of lexers that the answer has used so far.
+        # Number of lexers that the answer has used so far, including the current one.
         self._num_lexers = 0
-        # `len(_consumed)` when the matcher got its private lexer; None with a shared lexer.
+        # Value of `len(_consumed)` at which the matcher got a private lexer; None while its lexer
+        # is shared.
         self._private_since: int | None = None
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))
         self.inner: Any = self._lexer.initial_matcher.deep_copy()
@@ -175,7 +176,7 @@ class Matcher:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the reasoning and the line breaks after it are over: only the grammar decides."""
+        """Whether only the grammar decides, because the reasoning and its line breaks are over."""
         return (
             self._reasoning_tail is None
             and not self._is_in_opening_tag
@@ -183,7 +184,7 @@ class Matcher:
         )
 
     def accept(self, token_id: int) -> None:
-        """Consume the answer's next token. A token of `ending_ids` changes nothing.
+        """Consume the answer's next token. Tokens of `ending_ids` are ignored.
 
         Raises:
             GrammarError: The grammar does not allow the token.
@@ -206,7 +207,7 @@ class Matcher:
         return self.is_constrained and not self.needs_lexer and token_id not in self.ending_ids
 
     def _match_opening_tag(self, token_id: int) -> bool:
-        """Return whether a token continues the opening tag. If not, the answer has no reasoning."""
+        """Return whether a token continues the opening tag. Otherwise, there is no reasoning."""
         if token_id != self._opening_tag_ids[self._num_opening_tokens]:
             self._is_in_opening_tag, self._reasoning_tail = False, None
             return False
@@ -226,7 +227,7 @@ class Matcher:
 
     def _consume(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            if self.needs_lexer:  # `rebuild_lexer` replays the token in the new lexer
+            if self.needs_lexer:  # `rebuild_lexer` will replay the token in the new lexer
                 self._consumed.append(token_id)
                 continue
             error = self.note_consumed(token_id, self.inner.consume_token(token_id))
@@ -234,7 +235,7 @@ class Matcher:
                 raise error
 
     def note_consumed(self, token_id: int, is_allowed: bool) -> GrammarError | None:
-        """Record that `inner` has consumed or refused a token. Return the error, if any."""
+        """Record that `inner` has consumed or refused a token, and return the error, if any."""
         if not is_allowed:
             error = self._find_failure("the grammar does not allow the sampled token")
             if error is not None:
@@ -242,14 +243,15 @@ class Matcher:
         self._consumed.append(token_id)
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _TOKENS_PER_MEMORY_CHECK and self._grammar.memory.is_full:
-            # A new lexer is smaller: it lacks the states that were created only for masks.
+            # A new lexer would be smaller, because it would not have the states that only masks
+            # needed.
             self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
     def _use_lexer(self, lexer: Lexer, use: LexerUse) -> None:
         """Use a lexer until the next call of this method.
 
-        When the matcher is garbage-collected, the pool gets the lexer back.
+        When the matcher is garbage-collected, the lexer is returned to the pool.
         """
         self._lexer: Any = lexer
         self._num_lexers += 1
@@ -262,7 +264,7 @@ class Matcher:
     def _may_rebuild(self) -> bool:
         """Return whether a new lexer may help.
 
-        It does not help if this answer alone has just filled a private lexer.
+        A new lexer does not help if this answer alone has just filled its private lexer.
         """
         since = self._private_since
         return since is None or len(self._consumed) - since >= _MIN_REBUILD_TOKENS
@@ -277,10 +279,10 @@ class Matcher:
         )
 
     def _find_failure(self, default_reason: str) -> GrammarError | None:
-        """Return the error of `inner`, or set `needs_lexer` and return None if the lexer is broken.
+        """Return the error of `inner`; if the lexer is broken, set `needs_lexer` and return None.
 
-        A lexer breaks when it exceeds a limit, and then all matchers that share the lexer fail. The
-        states come from all answers that used the lexer, so this answer may not be the cause.
+        A lexer breaks when it has too many states, and then all matchers that share the lexer fail.
+        All answers that used the lexer added states, so another answer may be the cause.
         """
         probe = self._lexer.initial_matcher.deep_copy()
         probe.compute_bitmask()
@@ -300,7 +302,7 @@ class Matcher:
         """
         self._return_lexer.detach()
         self._grammar.lexers.retire(self._lexer)
-        self._lexer = self.inner = None  # free the memory before the new lexer needs more
+        self._lexer = self.inner = None  # free the old lexer's memory before a new lexer is created
         num_since = len(self._consumed) - self._lexer_since
         may_share = self._num_lexers == 1 or num_since >= _MIN_REBUILD_TOKENS
         lexer, use, self.inner = self._grammar.rebuild_lexer(
@@ -347,7 +349,8 @@ class Matcher:
             The error if the grammar has failed or allows no next token, otherwise None. If
             `needs_lexer` was set, the mask is not valid.
         """
-        if self.is_in_reasoning:  # the answer may not end before the constrained text
+        # No end token may follow, because the constrained text must still come.
+        if self.is_in_reasoning:
             mask[:] = self.vocabulary.not_eos_mask
             self._forbid_ending_ids(mask)
             return None
@@ -374,7 +377,8 @@ class Matcher:
             if not self.is_stopped:
                 reason = "the grammar allows no next token here, and the answer is incomplete"
                 return spec_error(self._spec, reason)
-            # The rebuilt lexer shows that the answer is complete: allow only the end tokens.
+            # The lexer was rebuilt, and the new lexer shows that the answer is complete. Allow only
+            # end tokens.
             mask[:] = ~self.vocabulary.not_eos_mask
         return None
 
@@ -399,7 +403,7 @@ class MaskTiming:
     """Record of a grammar's slow masks, which all answers of the grammar share.
 
     Attributes:
-        num_timed_masks: Number of further masks that `MaskMaker` makes and times in threads.
+        num_timed_masks: Number of the next masks that `MaskMaker` lets threads make and measure.
     """
 
     num_timed_masks: int = 0
@@ -428,5 +432,5 @@ class CompiledGrammar:
     mask_timing: MaskTiming = field(default_factory=MaskTiming)
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
-        """Return a matcher for one answer, which the tokens `ending_ids` may end."""
+        """Return a matcher for one answer. The tokens `ending_ids` may end the answer."""
         return Matcher(self, ending_ids)

@@ -11,7 +11,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PropertyCount:
-    """Limits of a schema on the number of an object's properties beyond the required properties.
+    """Limits that a JSON schema sets on the number of an object's optional properties.
 
     Attributes:
         optional_names: Names in `properties` that are not required.
@@ -27,7 +27,7 @@ class PropertyCount:
 
     @classmethod
     def from_schema(cls, schema: Schema) -> "PropertyCount":
-        """Return the property count of a schema. The schema's keywords must have been checked."""
+        """Return the limits that a JSON schema sets on the number of an object's properties."""
         required, max_optional = set(schema.get("required", ())), schema.get("maxProperties")
         named = schema.get("properties", {}).items()
         allows_other_names = schema.get("additionalProperties", True) is not False
@@ -40,9 +40,9 @@ class PropertyCount:
 
     @property
     def needs_cases(self) -> bool:
-        """Whether llguidance refuses the schema.
+        """Whether llguidance refuses the schema's `minProperties` and `maxProperties`.
 
-        The schemas from `cases` must then replace `minProperties` and `maxProperties`.
+        If so, the schemas from `cases` must replace these keywords.
         """
         if not self.optional_names or (self.min_optional == 0 and self.max_optional is None):
             return False
@@ -61,21 +61,22 @@ class PropertyCount:
     def cases(self, schema: Schema) -> Iterator[dict[str, Any]]:
         """Yield schemas that replace `minProperties` and `maxProperties` of `schema`.
 
-        An object with an allowed number of properties matches exactly one of the schemas. The other
-        keywords of `schema` must be enforced in addition.
+        An object with an allowed number of properties matches exactly one of the schemas. The
+        yielded schemas do not contain the other keywords of `schema`.
 
         Args:
             schema: The schema that was passed to `from_schema`.
         """
         counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
-        if self._is_bounded:  # yield one case per set of optional properties
+        if self._is_bounded:  # yield one case for each allowed set of optional properties
             for size in self._sizes:
                 for names in combinations(self.optional_names, size):
                     yield self._case(names, self.optional_names) | (
                         counts if self.allows_other_names else {}
                     )
             return
-        # Each case fixes the first `min_optional` optional properties that an object has.
+        # Yield one case for each choice of the first `min_optional` optional properties that an
+        # object has.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
@@ -84,14 +85,14 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether `max_optional` rules out some objects."""
+        """Whether `max_optional` excludes any object."""
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
         )
 
     @property
     def _sizes(self) -> range:
-        """Allowed numbers of properties from `optional_names` in an object."""
+        """Allowed numbers of optional properties in an object."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,
@@ -100,6 +101,6 @@ class PropertyCount:
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema that requires `names`, and forbids the names that only `others` has."""
+        """Return a schema that requires all `names`, and forbids all other names in `others`."""
         forbidden = {name: False for name in others if name not in names}
         return {"type": "object", "required": list(names), "properties": forbidden}

@@ -40,7 +40,8 @@ def rewrite_schema(schema: Any) -> Any:
 class _SchemaRewriter:
     def __init__(self, root: Any):
         self._root = root
-        # The keys have ids of schemas. The ids stay valid because the root holds the schemas.
+        # The keys contain `id()` of schemas. The ids stay unique because the root keeps the schemas
+        # alive.
         self._facts_by_id: dict[tuple[int, bool], _Facts] = {}
         self._depth = 0
 
@@ -76,7 +77,7 @@ class _SchemaRewriter:
         return value
 
     def _are_exclusive(self, cases: list[Any]) -> bool:
-        """Return whether the cases of a `oneOf` are known to exclude each other."""
+        """Return whether no value can match two cases of a `oneOf`; False if that is unknown."""
         facts = [self._facts(case, with_properties=True) for case in cases]
         if _are_distinct([it.values for it in facts]):
             return True
@@ -99,7 +100,7 @@ class _SchemaRewriter:
         key = id(schema), with_properties
         if key not in self._facts_by_id:
             if self._depth == _MAX_FACTS_DEPTH:
-                return _Facts(DISJOINT_TYPES)  # a bound that holds for every schema
+                return _Facts(DISJOINT_TYPES)  # no information: a value may have any JSON type
             self._depth += 1
             self._facts_by_id[key] = self._find_facts(schema, with_properties=with_properties)
             self._depth -= 1
@@ -140,7 +141,8 @@ class _Facts:
 
     Attributes:
         types: JSON types that a matching value may have.
-        values: `_value_key` of each value that may match; None for any value of `types`.
+        values: Results of `_value_key` for all values that may match; None if every value of
+            `types` may match.
         properties: Bounds on the values of an object's properties, by name.
         required: Names of the properties that an object must have.
         names: Names of the properties that an object may have; None for any name.
@@ -184,7 +186,7 @@ class _Facts:
 
 
 def _are_distinct(values: Sequence[frozenset[Any] | None]) -> bool:
-    """Return whether all sets are known (not None) and have no value in common."""
+    """Return whether the sets are disjoint; False if a set is unknown (None)."""
     known = [each for each in values if each is not None]
     num_values = sum(map(len, known))
     return len(known) == len(values) and len(frozenset().union(*known)) == num_values
@@ -204,7 +206,7 @@ def _intersect_sets(
 
 
 def _value_key(value: Any) -> Any:
-    """Return a hashable key that is equal for equal JSON values only: 1 equals 1.0 but not true."""
+    """Return a hashable key that is equal for equal JSON values: for 1 and 1.0, but not true."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _value_key(it)) for name, it in value.items())
     if isinstance(value, (list, tuple)):

@@ -87,9 +87,10 @@ class _SchemaChecker:
 
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
-        # Schemas by id. The ids stay valid because the dict holds the schemas.
+        # Schemas by `id()`. The ids stay unique because the dict keeps the schemas alive.
         self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
-        self._targets: dict[int, Any] = {}  # targets of `$ref`, by id of the referring schema
+        # Target of each `$ref`, by the id of the schema that contains the `$ref`.
+        self._targets: dict[int, Any] = {}
         self._num_visits = 0
 
     def run(self) -> None:
@@ -207,7 +208,7 @@ def resolve_reference(root: Any, reference: str) -> Any:
 
 
 def unescape_pointer(step: str) -> str:
-    """Return the name that one escaped step of a JSON pointer stands for (RFC 6901)."""
+    """Return a step of a JSON pointer without its escapes (RFC 6901)."""
     return step.replace("~1", "/").replace("~0", "~")
 
 
@@ -228,7 +229,7 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError if a keyword that is not enforced could restrict values."""
+    """Raise ValueError if a keyword that cannot be enforced could restrict the values."""
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
@@ -345,7 +346,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# The following functions check schemas that apply to one value together.
+# The following functions check sets of schemas that all apply to the same value.
 
 
 def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
@@ -441,13 +442,14 @@ def _intersect_counts(
     """Return the possible `_ExtraNames` of an object that matches two schemas.
 
     Args:
-        one, other: The possible `_ExtraNames` of each schema, one per case.
+        one, other: The possible `_ExtraNames` of each schema, one for each case of an `anyOf` or
+            `oneOf`.
     """
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """Yield the schemas of `allOf` and `$ref`, which every value of the schema must match too."""
+    """Yield the schemas of `allOf` and `$ref`. A value of `schema` must match all of them too."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)
@@ -457,7 +459,7 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
     yield from schema.get(keyword, ())
 
 
-# The following code finds schemas that no finite value matches.
+# The following code finds JSON schemas that no finite value can match.
 
 
 DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -467,14 +469,15 @@ DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "o
 class _SatisfiabilityCheck:
     """Finds schemas that no finite value matches.
 
-    The check computes the types of the finite values that match each schema: the least fixed point,
-    which starts with no types and adds types until nothing changes.
+    For each schema, the check computes the JSON types of the finite values that match it. It starts
+    with no types, and adds types until nothing changes (the least fixed point).
     """
 
     def __init__(self, found: _SchemasById, resolve: _ResolveReference):
         self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
-        # Schemas of required properties or items for which no matching value is known yet.
+        # For each schema and kind of value, the schemas of required properties or items for which
+        # no matching value is known yet.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -482,14 +485,15 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError if no finite value matches one of the schemas."""
+        """Raise ValueError if there is a schema that no finite value matches."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):
                 if id(it) in users:
                     users[id(it)].add(key)
         left = dict.fromkeys(self._schemas)
-        # Work in rounds: a schema that depends on many changed schemas is solved once per round.
+        # Work in rounds, so that a schema that depends on many changed schemas is solved only once
+        # per round.
         while left:
             changed = set[int]()
             for key in left:
@@ -507,7 +511,7 @@ class _SatisfiabilityCheck:
                 )
 
     def _deciding_schemas(self, path: SchemaPath, schema: Schema) -> Iterator[Any]:
-        """Yield the schemas on which the types of a schema's values depend."""
+        """Yield the schemas that determine the types of the values that match `schema`."""
         yield from _all_of(path, schema, self._resolve)
         for word in _CASE_KEYWORDS:
             yield from _cases(schema, word)
@@ -523,8 +527,8 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # Remove schemas that have a matching value. They need no second check, because types
-            # are only added.
+            # Remove needed schemas for which a matching value is known. They need not be checked
+            # again, because their sets of types only grow.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

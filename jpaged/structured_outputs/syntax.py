@@ -57,7 +57,7 @@ _LARK_TOKEN = re.compile(
 )
 """One token of llguidance's Lark syntax, as far as the checks distinguish tokens."""
 
-_MAX_DIGITS = 9  # a count with more digits exceeds every limit
+_MAX_DIGITS = 9  # a repetition count with more digits exceeds every limit
 
 _WHITESPACE: Any = re.compile(r"[ \t\r\n]*")
 
@@ -126,7 +126,7 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             check_schema(schema_path, schema)
             num_schemas += 1
         elif "%json" in token[0]:
-            # llguidance might read a schema here that this function would not check.
+            # llguidance might find a schema here that `check_schema` has not seen.
             raise RequestError(
                 path,
                 f"has %json within {token[0][:40]!r}",
@@ -164,8 +164,9 @@ class _RepetitionCounter:
 
     def __init__(self, path: str):
         self._path = path
-        self._group_products = [1]  # largest product of nested counts in each open group
-        self._last_product = 1  # product of nested counts in the last item or group
+        # For each open group, the largest product of nested repetition counts.
+        self._group_products = [1]
+        self._last_product = 1  # product of nested repetition counts in the last item or group
 
     def add_item(self) -> None:
         """Count an item such as a character. A call of `repeat_last` may follow."""
@@ -178,7 +179,7 @@ class _RepetitionCounter:
         bounds.GROUP_DEPTH.check(self._path, len(self._group_products) - 1)
 
     def close_group(self) -> None:
-        """Count the end of a group. Ignore an end without a start, which llguidance refuses."""
+        """Count the end of a group. Ignore an unmatched end: llguidance reports that error."""
         self._last_product = self._group_products.pop() if len(self._group_products) > 1 else 1
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
 

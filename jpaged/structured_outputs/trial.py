@@ -13,7 +13,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class GrammarTrial:
-    """Compiles a structured-output specification and makes masks, as the engine will do.
+    """Test run of a structured-output specification: compiles it and makes masks.
 
     The limits in `bounds` may miss an expensive specification. So a server tries each new
     specification in a process with less stack, memory and time than the engine has. Only `run`
@@ -35,7 +35,7 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
-        # Cache no grammars: the server stores the results of trials, and this process must stay
+        # Do not cache grammars: the server stores the results of trials, and this process must stay
         # small.
         self._compiler = GrammarCompiler(
             tokenizer,
@@ -68,7 +68,7 @@ class GrammarTrial:
 def _limit_memory(max_bytes: int) -> Iterator[None]:
     """Limit the memory that this process allocates in the `with` block to `max_bytes`."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with suppress(OSError):  # without /proc the memory is not limited
+    with suppress(OSError):  # if /proc is missing, the memory is not limited
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
         taken = pages * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (taken + max_bytes, hard))

@@ -202,7 +202,7 @@ class AnswerStats:
     """Statistics of the answers to one prompt: token times, and the use of the block pool."""
 
     def __init__(self, engine: "Engine", params: SamplingParams):
-        # Imported here because pool_text imports numpy, which would delay --help.
+        # Import `pool_text` here, because it imports numpy, which would delay --help.
         from jpaged.observe.pool_text import BusyPoolSampler
 
         self._engine = engine

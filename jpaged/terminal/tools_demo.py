@@ -143,7 +143,7 @@ class ToolsDemo:
         reasoning: str = "qwen3",
     ):
         self._engine = engine
-        # The tags of tool calls may be special tokens.
+        # Keep special tokens in the text, because the tags of tool calls may be special tokens.
         self._params = replace(params, skip_special_tokens=False)
         self.is_interrupted = False
         self._family, self._reasoning = family, reasoning

@@ -23,7 +23,7 @@ _TEMPLATE_KEYS = ("role", "type", _OBJECT_KEY)
 
 
 class SpecialToken(NamedTuple):
-    """The text of a special token.
+    """A special token: its text, and the whitespace that it includes.
 
     Attributes:
         text: Text of the token.
@@ -121,10 +121,10 @@ class SpecialTokenEscaper:
         return sum(1 for _ in self._token_pattern.finditer(text))
 
     def _mark_edges(self, text: str, marks: "_Marks") -> str:
-        """Mark parts of special tokens at the start and at the end of `text`.
+        """Replace parts of special tokens at both ends of `text` by private-use characters.
 
-        The method marks the end of a special token if `text` starts with it, and the beginning of a
-        special token if `text` ends with it. Outer whitespace is ignored: templates may strip it.
+        These parts are the end of a special token at the start of `text`, and the beginning of a
+        special token at the end of `text`. Outer whitespace is ignored: templates may strip it.
         """
         inner = text.strip()
         if not inner:
@@ -142,12 +142,12 @@ class SpecialTokenEscaper:
 
 
 class _Marks:
-    """Private-use characters that replace texts of a conversation during rendering.
+    """Private-use characters ("marks") that stand for texts while a template is rendered.
 
     Each mark is a character that the conversation does not contain.
 
     Attributes:
-        marked_texts: Mapping from a mark's code point to the text that the mark replaces.
+        marked_texts: Mapping from the code point of a mark to the text that it stands for.
     """
 
     def __init__(self, conversation: object):
@@ -157,9 +157,9 @@ class _Marks:
         self._marks_by_text: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """Return the character that replaces `text` during rendering, its mark.
+        """Return a private-use character that stands for `text` while the template is rendered.
 
-        `text` may contain marks of other texts. `restore` then returns the original text.
+        `text` may already contain such characters. `restore` puts back the original text.
         """
         if text not in self._marks_by_text:
             if self._unused_points is None:
@@ -175,12 +175,12 @@ class _Marks:
         return self._marks_by_text[text]
 
     def restore(self, text: str) -> str:
-        """Return `text` with each mark replaced by the text that the mark stands for."""
+        """Return `text` with all private-use marks replaced by the texts that they stand for."""
         return text.translate(self.marked_texts)
 
 
 def _compile_alternatives(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of `patterns`, or nothing if there are none.
+    """Return a pattern that matches any of `patterns`; without patterns, it never matches.
 
     The pattern has one group, so that `split` keeps the matches.
     """

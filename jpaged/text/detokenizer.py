@@ -26,7 +26,8 @@ _MIN_CONTEXT_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 16
 _MAX_WINDOW_TOKENS = 24
 _MAX_INCOMPLETE_CALLS = 32
-_MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and a token at least 1
+# A UTF-8 character has at most 4 bytes, and each token has at least 1 byte.
+_MAX_CHARACTER_TOKENS = 4
 
 
 class WindowDecoder:
@@ -49,8 +50,9 @@ class WindowDecoder:
     ):
         self._decode, self._skipped_ids = decode, skipped_ids
         tail = prompt_token_ids[-PROMPT_TAIL_TOKENS:]
-        # The window holds the last tokens, as context for the next ones. `_num_returned` counts the
-        # characters of the window's text that belong to the prompt or were returned already.
+        # `_window` holds the last tokens, as context for decoding the next tokens. `_num_returned`
+        # is the number of characters in the window's text that belong to the prompt or were
+        # returned already.
         self._window, self._num_returned = self._prompt_window(
             [i for i in tail if i not in skipped_ids]
         )
@@ -66,7 +68,7 @@ class WindowDecoder:
         new = [token_id for token_id in token_ids if token_id not in self._skipped_ids]
         if not new:
             return ""
-        # The window may shrink only after all of its text was returned.
+        # Shorten the window only if all of its text was returned.
         if not self._num_incomplete_calls and len(self._window) > _MAX_WINDOW_TOKENS:
             self._window = self._find_context(self._window) or self._window[-_MAX_CONTEXT_TOKENS:]
             self._num_returned = len(self._decode(self._window))
@@ -88,9 +90,10 @@ class WindowDecoder:
         return text[start:]
 
     def _find_context(self, token_ids: list[int]) -> list[int] | None:
-        """Return the shortest tail of `token_ids` that can serve as context, or None.
+        """Return the shortest tail of `token_ids` that can serve as context; None if no tail can.
 
-        The text of the tail has complete characters only, and at least one is not whitespace.
+        The text of such a tail has only complete characters, and at least one that is not
+        whitespace.
         """
         max_size = min(_MAX_CONTEXT_TOKENS, len(token_ids))
         for size in range(min(_MIN_CONTEXT_TOKENS, max_size), max_size + 1):
@@ -180,7 +183,8 @@ class StopChecker:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._max_stop_length = max(map(len, stops), default=1)
-        self._possible_start = ""  # end of the text that may be the start of a stop string
+        # Held-back end of the text, which may be the start of a stop string.
+        self._possible_start = ""
 
     def push(self, text: str, *, check: bool = True) -> str:
         """Add a chunk of text and return the text that cannot be part of a stop string.
@@ -263,10 +267,10 @@ class Detokenizer:
         self._num_returned_chunks = 0
 
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str | None:
-        """Add new output tokens. Return the stop string that their text completes, or None.
+        """Add new output tokens, and return the stop string that they complete, or None.
 
-        After a match the text ends before the stop string, or after it with `include_stop`. Later
-        tokens then change nothing. The first `min_tokens` tokens cannot complete a stop string.
+        After a match, the text ends before the stop string, or after it if `include_stop` is set,
+        and later tokens are ignored. The first `min_tokens` tokens cannot complete a stop string.
 
         Args:
             token_ids: The tokens sampled since the last call.
@@ -287,7 +291,7 @@ class Detokenizer:
         return self._stop_checker.matched
 
     def take_delta(self) -> str:
-        """Return the final text that was added since the last call."""
+        """Return the text that was added since the last call and cannot change any more."""
         self._decode_pending()
         new = self._chunks[self._num_returned_chunks :]
         self._num_returned_chunks = len(self._chunks)
@@ -317,7 +321,8 @@ class Detokenizer:
             self._pending.clear()
 
     def _decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
-        if self._decoder is None:  # created late, because the constructor decodes the prompt's end
+        # Create the decoder only when needed: its constructor decodes the end of the prompt.
+        if self._decoder is None:
             tail, skips = self._prompt_tail, self._skips_special_tokens
             self._decoder = make_decoder(tokenizer, tail, skip_special_tokens=skips)
         return self._decoder.push(token_ids)

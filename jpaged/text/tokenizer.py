@@ -70,7 +70,7 @@ class Tokenizer:
                     str(folder), local_files_only=True, trust_remote_code=False, verbose=False
                 )
             )
-        except Exception as error:  # transformers raises many types, such as KeyError
+        except Exception as error:  # transformers raises errors of many types, such as KeyError
             cause = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise ValueError(
                 f"no tokenizer could be loaded from {folder}: put the checkpoint's tokenizer.json "
@@ -103,8 +103,8 @@ class Tokenizer:
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Return whether a prefix of the text already has more than `num_tokens` tokens.
 
-        The result is False for short texts, which are cheap to encode. A text for which the result
-        is False may still have more than `num_tokens` tokens.
+        For short texts, which are cheap to encode, the result is always False. A text for which the
+        result is False may still have more than `num_tokens` tokens.
         """
         data = text.encode(errors="replace")
         if len(data) <= _BYTES_PER_TOKEN * num_tokens + _SIZE_SLACK:
@@ -112,7 +112,8 @@ class Tokenizer:
         size = 2 * num_tokens + _SIZE_SLACK
         while size < len(data):
             beginning = data[:size].decode(errors="ignore")
-            # The cut may change the last tokens, so 64 more tokens are required.
+            # The cut may change the last tokens of the prefix, so require 64 tokens more than
+            # `num_tokens`.
             if len(self._encode(beginning, False)) > num_tokens + 64:
                 return True
             size *= 4
@@ -260,7 +261,8 @@ class Tokenizer:
         if is_inside and self._has_start_marker:
             line, prefixed = encode("\n"), encode("\n" + text)
             ids = prefixed[len(line) :] if prefixed[: len(line)] == line else ids
-        # The vocabulary itself may contain a special token's text, so cut the text into halves.
+        # The ids still contain a special token, because its text is also a normal entry of the
+        # vocabulary. Encode the two halves of the text separately.
         if len(text) > 1 and not self._control_ids.isdisjoint(ids):
             middle = len(text) // 2
             first, second = text[:middle], text[middle:]
@@ -268,9 +270,10 @@ class Tokenizer:
         return ids
 
     def _has_hidden_specials(self, text: str) -> bool:
-        """Return whether encoding a text gives special tokens whose text `text` does not contain.
+        """Return whether encoding `text` gives more special tokens than `text` contains literally.
 
-        This happens if the tokenizer's normalizer changes other characters into a special token.
+        This happens if the tokenizer's normalizer turns other characters into the text of a special
+        token.
         """
         if not self._normalizes_specials:
             return False
@@ -313,7 +316,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _has_start_marker(self) -> bool:
-        """Whether a text has other tokens at the start of a prompt than inside a prompt."""
+        """Whether a text is tokenized differently at the start of a prompt than inside a prompt."""
         token_text = self.hf_tokenizer.convert_ids_to_tokens
         prefixed = [self._encode(f"{token_text(i)}a", False) for i in sorted(self._control_ids)[:1]]
         return any(ids[1:] != self._encode("a", False) for ids in prefixed)
@@ -369,7 +372,7 @@ def _check_encodable(text: str, name: str) -> None:
 
 @contextlib.contextmanager
 def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iterator[None]:
-    """Limit the output of a template and of its macros while the context is active.
+    """Limit the output of a template and of its macros inside the `with` block.
 
     Raises:
         ValueError: The template or a macro writes more than `max_characters` characters.
@@ -395,7 +398,7 @@ def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iter
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Return the class of `transformers` that loads the tokenizer of a checkpoint.
+    """Return the `transformers` class that loads the tokenizer of a checkpoint.
 
     If `tokenizer.json` describes the tokenizer completely, return the class that `AutoTokenizer`
     would choose, because importing this class is faster.
@@ -413,7 +416,9 @@ def _tokenizer_class(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _hide_torch_warning() -> Iterator[None]:
-    """Hide the warning that `transformers` logs without PyTorch, which jpaged does not need."""
+    """Hide the warning that PyTorch is missing: `transformers` logs it, but jpaged needs no
+    PyTorch.
+    """
     logger = logging.getLogger("transformers")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -490,15 +495,16 @@ Later tokens are assumed to equal the tokens of the whole text.
 
 
 def splits_at_words(vocabulary: Iterable[str]) -> bool:
-    """Return whether no token of a vocabulary contains a boundary between two words.
+    """Return whether no token of a vocabulary spans parts of two words.
 
-    The tokenizer then always splits at these boundaries, even without a pre-tokenizer (Llama 2).
+    In this case, the tokenizer always splits a text between words, even without a pre-tokenizer
+    (Llama 2).
     """
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 
 
 def text_tail(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
-    """Return the end of a text, for encoding without the rest of the text.
+    """Cut off the end of a text, so that it can be encoded without the rest of the text.
 
     Args:
         text: The text.

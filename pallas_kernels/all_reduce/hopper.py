@@ -44,9 +44,9 @@ from pallas_kernels.all_reduce.tuning import (
 )
 from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 
-# Indices of the words in the peer-memory header. The addresses start at `FIRST_ADDRESS_WORD`, with
-# two words for each: first the address of this device's exchange memory, then those of all devices
-# by rank.
+# Indices of the words in the peer-memory header. Addresses start at `FIRST_ADDRESS_WORD`; an
+# address takes two words. The first address is that of this device's exchange memory. Then come the
+# addresses of all devices by rank.
 LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)
 FIRST_ADDRESS_WORD = 4
 # `NAN_WORD` holds two bfloat16 NaNs. The kernel stores it instead of data that equals `EMPTY_WORD`.
@@ -216,7 +216,7 @@ def _exchange_row(
         return WordLoad(ops.offset(base, number, CHUNK_BYTES), _WORDS_PER_CHUNK, mask)
 
     def partial_loads(column, mask):
-        """Return the loads of one chunk of 8 columns from every split-K partial.
+        """Return the loads that read one chunk of 8 columns from every split-K partial.
 
         A bfloat16 partial needs one load of 16 bytes, a float32 partial needs two.
         """

@@ -7,9 +7,9 @@ docs/kernels/all_reduce.md lists measured times.
 import math
 from dataclasses import dataclass
 
-# Each device sends its whole payload to every other device, so the limit for a payload is this
-# number divided by the number of devices. For larger payloads XLA's collectives are faster, since
-# they send each device only a part.
+# Each device sends its whole payload to every other device, so the maximum size of a payload is
+# this number of bytes divided by the number of devices. For larger payloads XLA's collectives are
+# faster, since they send each device only a part.
 MAX_EXCHANGED_BYTES = 4 * 2**20
 CHUNK_BYTES = 16  # A thread loads `CHUNK_BYTES` bytes at a time.
 MAX_PROGRAMS = 128  # All programs must run concurrently, and most GPUs have at least 128 SMs.

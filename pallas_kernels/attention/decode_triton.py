@@ -232,7 +232,8 @@ def decode_plan(block_tables, seq_lens, spec):
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
-    # Each sequence may have one split more than an even division gives: a shorter last split.
+    # The last split of a sequence may be shorter than the others, so each sequence may have one
+    # split more than with an even division.
     max_items = min(batch * config.num_splits, _max_even_splits(batch, spec) + batch)
     item = jnp.arange(max_items, dtype=jnp.int32)
     owns = (first_item[None, :] <= item[:, None]) & (item[:, None] < (first_item + used)[None, :])
@@ -254,8 +255,8 @@ def decode_plan(block_tables, seq_lens, spec):
 def _first_items_longest_first(tiles, used):
     """Return the index of each sequence's first work item [B] if longer sequences come first.
 
-    `tiles` [B] are the lengths in key tiles, `used` [B] the numbers of work items. A sum over a
-    B x B comparison is one kernel; a sort and a prefix sum would be several.
+    `tiles` [B] are the lengths in key tiles, `used` [B] the numbers of work items. XLA compiles a
+    sum over a B x B comparison to one kernel. A sort and a prefix sum would be several kernels.
     """
     row = jnp.arange(tiles.shape[0], dtype=jnp.int32)
     equal = (tiles[None, :] == tiles[:, None]) & (row[None, :] < row[:, None])
@@ -264,7 +265,8 @@ def _first_items_longest_first(tiles, used):
 
 
 def _even_split_tiles(tiles, spec):
-    """Return the number of key tiles per split that divides the batch evenly over programs.
+    """Return a number of key tiles per split, with which the programs get equal shares of the whole
+    batch.
 
     `tiles` [B] are the numbers of key tiles of the sequences. With `split_percent_of_mean`, return
     that percentage of the mean length instead.
@@ -279,14 +281,16 @@ def _min_split_tiles(tiles, spec):
     """Return the minimum number of key tiles per split [B], for sequences of `tiles` [B] tiles.
 
     A sequence may have at most `num_splits` splits. If splits of one tile would need a second merge
-    step, the minimum is two tiles, because a merge step takes longer than a tile.
+    step, the minimum is two tiles, because a merge step takes longer than the computation of a
+    tile.
     """
     min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))
 
 
 def _max_even_splits(batch, spec):
-    """Return the maximum number of splits of a batch, for one KV head, if all splits are equal."""
+    """Return the maximum total number of splits of all sequences, per KV head, if all splits have
+    the same length."""
     if spec.config.split_percent_of_mean is None:
         return spec.config.target_programs // spec.num_kv_heads
     return pl.cdiv(100 * batch, spec.config.split_percent_of_mean)
@@ -404,14 +408,15 @@ def _load_work_item(plan_ref, item_index):
 
 
 def _is_last_program(counters_ref, counter, count, spec):
-    """Count this program's call, and return whether it is the last of `count` calls.
+    """Count the programs that call this function, and return whether this program is the last of
+    `count`.
 
-    The last call resets the counter to 0. After it, the program sees everything that the other
-    programs stored before their calls.
+    The last call resets the counter to 0. The last program sees everything that the other programs
+    stored before their calls.
     """
     if not spec.interpret:
-        # One thread increments the counter for the whole program, so first wait until all threads
-        # have stored their results.
+        # One thread increments the counter for the whole program, so all threads must have stored
+        # their results before.
         plgpu.debug_barrier()
     # The atomic add has acquire and release semantics.
     before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))
@@ -511,7 +516,7 @@ def _combine_states(one, other):
     return top, one[1] * weight + other[1] * other_weight, one[2] * weight + other[2] * other_weight
 
 
-# --- New token: queries, key and value from the fused projection -------------------------------
+# --- Loading queries, key and value of a new token from the fused projection -------------------
 
 
 def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
@@ -565,7 +570,8 @@ def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales)
 
 
 def _rope_columns(size, width):
-    """Return three index arrays [width]: for each column of a head, its rotation's columns.
+    """Return three index arrays [width], which give the columns that rotary embedding combines for
+    each column of a head.
 
     The arrays are the columns themselves; the columns c + size / 2 or c - size / 2 that are rotated
     with them; and the columns of the cosines and sines.

@@ -56,7 +56,7 @@ from pallas_kernels.attention.tuning import REFERENCE_NUM_CORES as NUM_PROGRAMS
 
 CONSUMER_ROWS = 64  # A consumer warpgroup computes 64 rows of a matrix tile.
 NUM_CONSUMERS = 2  # A program has two consumer warpgroups, or one if sequences have few tokens.
-TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # matrix rows of a tile
+TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS  # maximum number of matrix rows of a tile
 NUM_STAGES = 2  # Shared memory has two pipeline stages each for q, keys and values.
 _LOG2_E = math.log2(math.e)
 # Layout of the output in shared memory: tiles of one row, so that any range of rows can be copied.
@@ -65,8 +65,8 @@ _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 _STRIP_COLUMNS = 8
 # The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
 _RESCALE_THRESHOLD_LOG2 = 8.0
-# Each tile has `_NUM_FIELDS` int32 words of metadata. As many words before them hold the number of
-# tiles.
+# Each tile has `_NUM_FIELDS` int32 words of metadata. The metadata array begins with `_NUM_FIELDS`
+# words, of which the first is the number of tiles.
 _NUM_FIELDS = 8
 # The metadata array has at least `_MIN_METADATA_SIZE` int32 words, which is enough for 256
 # sequences of 128 blocks.
@@ -116,7 +116,7 @@ def paged_prefill_attention(
     """
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
-    if has_few_queries:  # Every set of query heads loads the keys again, so use large sets.
+    if has_few_queries:  # Every set of query heads loads the keys again, so large sets are faster.
         num_consumers, heads_per_tile = 1, min(pl.next_power_of_2(group), CONSUMER_ROWS // 8)
     else:
         num_consumers, heads_per_tile = NUM_CONSUMERS, choose_heads_per_tile(group, num_tokens)
@@ -124,7 +124,8 @@ def paged_prefill_attention(
         scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers
     )
     window = num_consumers * CONSUMER_ROWS // heads_per_tile
-    # Pad q to whole windows. The step's buckets are multiples of the window and need no padding.
+    # Pad q to a multiple of the window. The engine's buckets are such multiples, so its batches get
+    # no padding here.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
@@ -253,9 +254,9 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Return the head set and the six tile fields that this program processes in a round.
-
-        After the last round, return those of the last round again.
+        """Return the index of the head set, and the six metadata fields of the tile, that this
+        program processes in a round. For a later round than the last, return the values of the last
+        round.
         """
         index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program
@@ -310,7 +311,8 @@ def _kernel(
                     position = index * KEY_TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = metadata_ref[jnp.minimum(entry, metadata_ref.shape[0] - 1)] * block_size
-                    if block_size > KEY_TILE:  # A block of the pool then covers several key tiles.
+                    # If a block is longer than a key tile, it contains several key tiles.
+                    if block_size > KEY_TILE:
                         row += lax.rem(position, jnp.int32(block_size))
                     # Past the end of a sequence, pass a row outside the pool: the copy engine then
                     # writes zeros.
@@ -506,8 +508,8 @@ def _kernel(
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # Finish the last key tile of this round. At the same time, `last_gemms` computes the
-            # scores of the next round's first key tile.
+            # Finish the last key tile of this round. `last_gemms` also computes the scores of the
+            # first key tile of the next round, to overlap both GEMMs.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry

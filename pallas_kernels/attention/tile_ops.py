@@ -79,7 +79,8 @@ class AttentionSpec:
 
     @classmethod
     def for_pool(cls, num_heads, kv, block_tables, **fields):
-        """Return the spec for `num_heads` query heads over the pool `kv`.
+        """Return the spec of a kernel that computes attention of `num_heads` query heads over the
+        pool `kv`.
 
         `fields` are the fields that the pool and the block tables do not determine.
         """
@@ -140,7 +141,7 @@ def split_parts(x, spec):
 
 
 def join_parts(parts):
-    """Return the tile whose parts `split_parts` returned."""
+    """Join the parts that `split_parts` returned to a whole tile."""
     if len(parts) == 1:
         return parts[0]
     pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
@@ -163,8 +164,9 @@ def _load_parts(ref, rows, spec, live, dtype):
 def _extract_pair_part(pairs, part):
     """Return the even or the odd columns of FP8 pairs, converted to float16.
 
-    `part` is "even" or "odd". The two calls share one permutation of bytes, so four numbers take
-    three instructions. For `split_fp8_pairs`, the compiler would emit ten.
+    `part` is "even" or "odd". The compiler merges the byte permutations of the call for "even" and
+    the call for "odd", so four numbers take three instructions. With `split_fp8_pairs`, they would
+    take ten.
     """
     asm = f"""{{
         .reg .b32 parted;
@@ -280,7 +282,8 @@ def softmax_start_from(score, value, seen):
     Args:
         score: Scores of the key [rows].
         value: Value of the key [1, H].
-        seen: Whether the rows see the key. If false, return the same as `softmax_start`.
+        seen: Whether the rows see the key. Rows that do not see the key get the result of
+            `softmax_start`.
     """
     shape = (score.shape[0], value.shape[1])
     out = jnp.broadcast_to(value.astype(jnp.float32), shape)

@@ -43,7 +43,7 @@ class TileMap(NamedTuple):
     Attributes:
         sequence: Index of the tile's sequence.
         first_row: First row of the tile in q.
-        first_position: Position of that row in its sequence.
+        first_position: Position of the tile's first row in its sequence.
         num_rows: Number of query tokens; 0 in an empty tile.
         num_keys: Number of keys that the tile's last row sees.
     """
@@ -56,12 +56,14 @@ class TileMap(NamedTuple):
 
 
 def max_tiles(num_tokens: int, num_sequences: int, tile_size: int) -> int:
-    """Return the maximum number of tiles of a batch; padding counts as one more sequence."""
+    """Return the maximum number of tiles of a batch. The padding rows count as one more
+    sequence."""
     return num_tokens // tile_size + num_sequences + 1
 
 
 def first_tiles(query_start_loc, tile_size: int):
-    """Return the index of each sequence's first tile, then of the padding rows' first: [B + 1]."""
+    """Return the index of the first tile of each sequence [B + 1]. The last entry is the index of
+    the first tile of the padding rows."""
     sequence_index = jnp.arange(query_start_loc.shape[0], dtype=jnp.int32)
     return query_start_loc // jnp.int32(tile_size) + sequence_index
 
@@ -80,11 +82,12 @@ def tile_map(
     tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
     sequence = jnp.searchsorted(starts[1:], tiles, side="right", method="compare_all")
-    sequence = sequence.astype(jnp.int32)  # Sequence index B stands for the padding rows.
+    # In the next line, index B means the padding rows after the last sequence.
+    sequence = sequence.astype(jnp.int32)
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
-    # Rows before the first sequence, if there are any, belong to no sequence.
+    # Rows of q before the first sequence, if there are any, belong to no sequence.
     num_rows = jnp.where(tiles < starts[sequence], 0, jnp.clip(rows_left, 0, tile_size))
     owner = jnp.minimum(sequence, jnp.int32(seq_lens.shape[0] - 1))
     first_position = seq_lens[owner] - rows_left
@@ -138,7 +141,8 @@ def window_map(
     lasts = jnp.cumsum(counts)
     tiles = jnp.arange(-(-num_tokens // window) + batch, dtype=jnp.int32)
     owner = jnp.searchsorted(lasts, tiles, side="right", method="compare_all").astype(jnp.int32)
-    owner = jnp.minimum(owner, batch)  # Sequence index `batch` stands for the padding rows.
+    # The sequence index `batch` means the padding rows after the last sequence.
+    owner = jnp.minimum(owner, batch)
     first_row = (first_window[owner] + tiles - (lasts - counts)[owner]) * size
     end = jnp.clip(ends[owner] - first_row, 0, window)
     sequence = jnp.minimum(owner, batch - 1)

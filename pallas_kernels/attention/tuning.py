@@ -16,7 +16,7 @@ SMALL_BATCH = 8
 REFERENCE_NUM_CORES = 132
 # A key tile of prefill_hopper.py has `HOPPER_KEY_TILE` keys.
 HOPPER_KEY_TILE = 128
-# Memory of a step for keys and values that widen_triton.py converts from FP8.
+# Bytes of memory in a step for the keys and values that widen_triton.py converts from FP8.
 WIDENED_KV_BYTES = 2**28
 
 
@@ -97,7 +97,8 @@ def decode_config(
     """
     tile = _key_tile(head_size, itemsize)
     # About two programs per SM saturate the memory bandwidth. A batch of the smallest bucket may
-    # have a single sequence, so choose the splits for one row. Unused splits cost little.
+    # have a single sequence, so choose the splits for one row. A split without keys costs little
+    # time.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = pl.next_power_of_2(-(-2 * REFERENCE_NUM_CORES // (rows * num_kv_heads)))
     programs, fills_gpu = batch * num_kv_heads, wanted == 1
@@ -141,8 +142,8 @@ def prefill_config(
 ) -> PrefillConfig:
     """Return the launch parameters of prefill_triton.py.
 
-    Long sequences get 256 rows and 8 warps if registers can hold the float32 output. Short
-    sequences get small tiles, which waste fewer rows.
+    With long sequences, a tile has 256 rows and 8 warps if registers can hold the float32 output.
+    With short sequences, tiles are small, because small tiles waste fewer rows.
 
     Args:
         num_tokens: Number of query tokens in the batch.

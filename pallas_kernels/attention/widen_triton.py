@@ -89,7 +89,8 @@ def _plan_blocks(block_tables, query_start_loc, seq_lens, block_size, max_blocks
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]
     counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
-    # Without the barrier, XLA recomputes the counts at every use, as in `widen_blocks`.
+    # Without the barrier, XLA would compute the counts again at every use, which takes seconds to
+    # compile.
     counts = lax.optimization_barrier(counts)
     ends = jnp.cumsum(counts)
     starts, fits = ends - counts, ends <= max_blocks

@@ -10,7 +10,9 @@ The public ops check their arguments and choose an implementation for the backen
                             xla.py on every backend
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
-    FP8 ops                 fp8.py, in plain XLA on every backend
+    FP8 ops                 fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
+                            width a multiple of 64, fp8_triton.py on other GPUs with FP8 support,
+                            else fp8.py
 """
 
 from functools import partial
@@ -21,9 +23,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.experts import fp8, hopper, triton, tuning, xla
+from pallas_kernels.experts import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
 from pallas_kernels.gemm import BATCH_INVARIANT_UNIT, map_row_tiles
-from pallas_kernels.tuning import device_kind, num_cores
+from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
 ACTIVATIONS = ("silu",)
@@ -134,7 +136,8 @@ def expert_gated_gemm(
     backend: Backend,
     batch_invariant: bool = False,
 ) -> Float[Array, "R F"]:
-    """Return activation(gate) * up for each pair: the pair's token through the pair's expert.
+    """Return activation(gate) * up for each pair (token, choice): multiply the row of the token by
+    the weight of the chosen expert.
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
     dtype.
@@ -183,8 +186,9 @@ def expert_down_gemm(
 ) -> Float[Array, "T D"]:
     """Apply the down projections, and return the weighted sum of each token's k experts.
 
-    The k rows of a token are summed in float32, in the order of the choices, and rounded once to
-    x's dtype. Pairs that hit no expert add nothing, whatever their rows contain.
+    Each product is rounded to x's dtype. The k products of a token are summed in float32, in the
+    order of the choices, and the sum is rounded to x's dtype. Pairs that hit no expert add nothing,
+    whatever their rows contain.
 
     Args:
         x: Result of `expert_gated_gemm`.
@@ -227,19 +231,8 @@ def _select(
     if backend is Backend.XLA or (batch_invariant and backend is not Backend.TRITON):
         return xla, {"batch_invariant": batch_invariant}
     num_experts, depth, num_columns = weight.shape
-    num_tokens, num_choices = routing.experts.shape
-    gemm = tuning.ExpertsProblem(
-        num_tokens=num_tokens,
-        num_choices=num_choices,
-        num_experts=num_experts,
-        depth=depth,
-        width=num_columns // num_factors,
-        itemsize=weight.dtype.itemsize,
-        num_factors=num_factors,
-        out_itemsize=weight.dtype.itemsize if num_factors == 2 else 4,
-        num_cores=num_cores(backend),
-        device_kind=device_kind(backend),
-    )
+    sizes = num_experts, depth, num_columns // num_factors
+    gemm = _describe(routing, sizes, num_factors, weight.dtype, weight.dtype, backend)
     config = tuning.experts_config(gemm)
     if config is not None:
         return hopper, {"config": config}
@@ -251,6 +244,33 @@ def _select(
         )
     interpret = backend is Backend.INTERPRET
     return triton, {"tile_rows": tuning.triton_tile_rows(gemm), "interpret": interpret}
+
+
+def _describe(routing, sizes, num_factors, dtype, out_dtype, backend):
+    """Return the description of a GEMM that chooses the launch parameters.
+
+    Args:
+        routing: The `Routing`.
+        sizes: Number of experts, depth, and width of each factor.
+        num_factors: Number of weights per expert.
+        dtype: Dtype of the rows and weights.
+        out_dtype: Dtype of the result.
+        backend: The backend.
+    """
+    num_tokens, num_choices = routing.experts.shape
+    num_experts, depth, width = sizes
+    return tuning.ExpertsProblem(
+        num_tokens=num_tokens,
+        num_choices=num_choices,
+        num_experts=num_experts,
+        depth=depth,
+        width=width,
+        itemsize=dtype.itemsize,
+        num_factors=num_factors,
+        out_itemsize=out_dtype.itemsize,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
+    )
 
 
 def check_routing(routing, **sizes):
@@ -312,10 +332,10 @@ def scaled_expert_gated_gemm(
         TypeError: A dtype is not supported: matrices are FP8, scales are float32.
     """
     check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, grouped=False)
-    options = {"dtype": dtype, "backend": Backend(backend)}
     if not x.size:
         return jnp.zeros((routing.order.shape[0], weight.shape[1] // 2), dtype)
-    return fp8.scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
+    module, options = _select_fp8(weight, routing, 2, dtype, Backend(backend), grouped=False)
+    return module.gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
 
 
 def scaled_expert_down_gemm(
@@ -346,10 +366,10 @@ def scaled_expert_down_gemm(
         TypeError: A dtype is not supported: matrices are FP8, scales are float32.
     """
     check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, grouped=False)
-    options = {"dtype": dtype, "backend": Backend(backend)}
     if not x.size:
         return jnp.zeros((routing.experts.shape[0], weight.shape[1]), dtype)
-    return fp8.scaled_down_gemm(x, weight, x_scale, weight_scale, routing, **options)
+    module, options = _select_fp8(weight, routing, 1, dtype, Backend(backend), grouped=False)
+    return module.down_gemm(x, weight, x_scale, weight_scale, routing, **options)
 
 
 def block_scaled_expert_gated_gemm(
@@ -378,10 +398,10 @@ def block_scaled_expert_gated_gemm(
         routing, activation, dtype, backend: See `scaled_expert_gated_gemm`.
     """
     check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, grouped=True)
-    options = {"dtype": dtype, "backend": Backend(backend)}
     if not x.size:
         return jnp.zeros((routing.order.shape[0], weight.shape[1] // 2), dtype)
-    return fp8.block_scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
+    module, options = _select_fp8(weight, routing, 2, dtype, Backend(backend), grouped=True)
+    return module.gated_gemm(x, weight, x_scale, weight_scale, routing, **options)
 
 
 def block_scaled_expert_down_gemm(
@@ -400,10 +420,39 @@ def block_scaled_expert_down_gemm(
     other arguments and the errors, and `block_scaled_expert_gated_gemm` for the scales.
     """
     check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, grouped=True)
-    options = {"dtype": dtype, "backend": Backend(backend)}
     if not x.size:
         return jnp.zeros((routing.experts.shape[0], weight.shape[1]), dtype)
-    return fp8.block_scaled_down_gemm(x, weight, x_scale, weight_scale, routing, **options)
+    module, options = _select_fp8(weight, routing, 1, dtype, Backend(backend), grouped=True)
+    return module.down_gemm(x, weight, x_scale, weight_scale, routing, **options)
+
+
+def _select_fp8(
+    weight, routing, num_factors, dtype, backend, *, grouped
+) -> tuple[Any, dict[str, Any]]:
+    """Return the module whose function runs an FP8 GEMM, and the options of the function.
+
+    Args:
+        weight: Weights of all experts.
+        routing: The `Routing`.
+        num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
+        dtype: Dtype of the result.
+        backend: The backend.
+        grouped: Whether groups and blocks have scales, rather than rows.
+    """
+    options: dict[str, Any] = {"dtype": jnp.dtype(dtype)}
+    interpret = backend is Backend.INTERPRET
+    if not (interpret or (backend is Backend.TRITON and has_fp8(backend))):
+        return fp8, options | {"backend": backend}
+    num_experts, num_outputs, depth = weight.shape
+    sizes = num_experts, depth, num_outputs // num_factors
+    gemm = _describe(routing, sizes, num_factors, weight.dtype, options["dtype"], backend)
+    config = tuning.fp8_experts_config(gemm, grouped=grouped)
+    if config is not None:
+        return fp8_hopper, options | {"config": config}
+    return fp8_triton, options | {
+        "tile_rows": tuning.triton_tile_rows(gemm),
+        "interpret": interpret,
+    }
 
 
 def check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, *, grouped):

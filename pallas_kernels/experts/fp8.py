@@ -12,41 +12,33 @@ from pallas_kernels.experts.xla import expert_weight, gated_rows, sum_choices, t
 from pallas_kernels.gemm import fp8
 
 
-def scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
-    """Run the public op `scaled_expert_gated_gemm` in plain XLA."""
-    multiply = _tile_product(fp8.scaled_gemm, x, weight, x_scale, weight_scale, backend)
-    return gated_rows(multiply, routing, weight.shape[1] // 2, dtype)
+def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
+    """Run `scaled_expert_gated_gemm`, or `block_scaled_expert_gated_gemm`, in plain XLA."""
+    width = weight.shape[1] // 2
+    multiply = _tile_product(x, weight, x_scale, weight_scale, (width, width), backend)
+    return gated_rows(multiply, routing, width, dtype)
 
 
-def scaled_down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
-    """Run the public op `scaled_expert_down_gemm` in plain XLA."""
-    multiply = _tile_product(fp8.scaled_gemm, x, weight, x_scale, weight_scale, backend)
-    return sum_choices(multiply, routing, weight.shape[1], dtype)
+def down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
+    """Run `scaled_expert_down_gemm`, or `block_scaled_expert_down_gemm`, in plain XLA."""
+    width = weight.shape[1]
+    multiply = _tile_product(x, weight, x_scale, weight_scale, (width,), backend)
+    return sum_choices(multiply, routing, width, dtype)
 
 
-def block_scaled_gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
-    """Run the public op `block_scaled_expert_gated_gemm` in plain XLA."""
-    gemm = partial(fp8.block_scaled_gemm, rows_per_part=(weight.shape[1] // 2,) * 2)
-    multiply = _tile_product(gemm, x, weight, x_scale, weight_scale, backend)
-    return gated_rows(multiply, routing, weight.shape[1] // 2, dtype)
-
-
-def block_scaled_down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
-    """Run the public op `block_scaled_expert_down_gemm` in plain XLA."""
-    gemm = partial(fp8.block_scaled_gemm, rows_per_part=(weight.shape[1],))
-    multiply = _tile_product(gemm, x, weight, x_scale, weight_scale, backend)
-    return sum_choices(multiply, routing, weight.shape[1], dtype)
-
-
-def _tile_product(gemm, x, weight, x_scale, weight_scale, backend):
+def _tile_product(x, weight, x_scale, weight_scale, rows_per_part, backend):
     """Return a function of an expert and of row indices that multiplies rows of x by the expert.
 
     Args:
-        gemm: Function of rows, a weight and their scales that returns the product.
         x, weight: FP8 rows, and the FP8 weights of all experts.
-        x_scale, weight_scale: Scales of the rows, and of the weights of all experts.
+        x_scale, weight_scale: Scales of the rows and of the weights of all experts. If the rows'
+            scales have two axes, groups and blocks have scales.
+        rows_per_part: Number of rows of each projection in the weight of an expert.
         backend: The backend of the public op.
     """
+    gemm = fp8.scaled_gemm
+    if x_scale.ndim == 2:
+        gemm = partial(fp8.block_scaled_gemm, rows_per_part=rows_per_part)
 
     def multiply(expert, rows):
         return gemm(

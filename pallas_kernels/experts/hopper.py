@@ -62,9 +62,7 @@ def expert_gated_gemm(x, weight, routing, *, config: ExpertsConfig):
 def expert_down_gemm(x, weight, routing, *, config: ExpertsConfig):
     """Run the public op `expert_down_gemm` in Mosaic GPU."""
     tiles = expert_tiles(routing, config)
-    rows = _expert_gemm(
-        x, weight, tiles, num_choices=None, dtype=jnp.dtype(jnp.float32), config=config
-    )
+    rows = _expert_gemm(x, weight, tiles, num_choices=None, dtype=x.dtype, config=config)
     return triton.combine_rows(rows, *triton.choices(routing), dtype=x.dtype)
 
 
@@ -75,7 +73,7 @@ def expert_tiles(routing, config: ExpertsConfig):
     )
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("num_choices", "dtype", "config"))
 def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     """Return the rows [R, width] of the product, sorted by expert.
@@ -112,7 +110,7 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
             # rows. The loader writes bytes (gated) or rows.
             "x_smem": plgpu.RefUnion(
                 ops.swizzled_smem(x_shape, x.dtype),
-                plgpu.SMEM(x_shape, x.dtype) if is_gated else _row_smem(x_shape, x.dtype),
+                plgpu.SMEM(x_shape, x.dtype) if is_gated else row_smem(x_shape, x.dtype),
             ),
             "weight_smem": ops.swizzled_smem(
                 (config.num_stages, num_blocks, num_consumers, TILE, TILE), x.dtype
@@ -120,8 +118,8 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
             # `out_smem` has two views of the same memory. The consumers write tiles. The copy
             # engine reads rows, so that any number of rows can be copied.
             "out_smem": plgpu.RefUnion(
-                _tile_smem((num_consumers, tile_rows, TILE), dtype),
-                _row_smem((num_consumers, tile_rows, TILE), dtype),
+                tile_smem((num_consumers, tile_rows, TILE), dtype),
+                row_smem((num_consumers, tile_rows, TILE), dtype),
             ),
             "full": plgpu.Barrier(
                 num_arrivals=num_blocks * num_consumers + 1, num_barriers=config.num_stages
@@ -135,7 +133,7 @@ def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
     return call(*arguments, *(() if order is None else (order,)))[:num_rows]
 
 
-def _tile_smem(shape, dtype):
+def tile_smem(shape, dtype):
     """Return the type of shared memory for tiles [count, rows, columns].
 
     A tile is stored as chunks of columns, each with 128 bytes of every row.
@@ -145,8 +143,8 @@ def _tile_smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _row_smem(shape, dtype):
-    """Return a type for the memory of `_tile_smem` from which single rows can be copied.
+def row_smem(shape, dtype):
+    """Return a type for the memory of `tile_smem` from which single rows can be copied.
 
     The shape is [count, chunks * rows, columns of a chunk]; a row of this type has 128 bytes.
     """
@@ -183,14 +181,14 @@ def _kernel(
     num_columns = width // tile_columns
     num_items = tiles_ref[0] * num_columns
     num_rounds = lax.div(num_items + (num_programs - 1) - program, jnp.int32(num_programs))
-    # A consumer releases a stage only after the next stage is filled.
-    gathers_ahead = num_stages - 2
+    gathers_ahead = num_gathers_ahead(num_stages)
     # The loader gives registers to the consumers only if there are two consumers. With one
     # consumer, each thread already has the maximum of 255 registers.
     moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
 
     def item_fields(round_index):
-        """Return the expert, first row, number of rows, and first column of a round's item."""
+        """Return the expert, first row, number of rows, and first column of the tile that this
+        program computes in a round."""
         item = round_index * num_programs + program
         tile = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
         column = lax.rem(item, jnp.int32(num_columns)) * tile_columns
@@ -224,13 +222,13 @@ def _kernel(
                     source = x_ref.at[pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)]
                     plgpu.copy_gmem_to_smem(source, x_rows.at[stage], full.at[stage])
                     return
-                _gather_rows(
+                gather_rows(
                     order_refs[0], x_ref, x_rows, row, count, step, stage, num_choices=num_choices
                 )
 
                 @pl.when(total_steps >= gathers_ahead)
                 def _publish():
-                    _wait_for_gathers(gathers_ahead)
+                    wait_for_gathers(gathers_ahead)
                     earlier = lax.rem(total_steps - gathers_ahead, jnp.int32(num_stages))
                     plgpu.barrier_arrive(full.at[earlier])
 
@@ -238,7 +236,7 @@ def _kernel(
 
         lax.fori_loop(0, num_rounds, load_item, None)
         if gated:
-            _wait_for_gathers(0)
+            wait_for_gathers(0)
             total_steps = num_rounds * num_steps
 
             def publish(step, _):
@@ -280,13 +278,13 @@ def _kernel(
                 tile_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 first = column + block * block_stride + warp_group * TILE
-                _store_rows(row_out, out_ref, row, count, first)
+                store_rows(row_out, out_ref, row, count, first)
 
         lax.fori_loop(0, num_rounds, compute_item, None)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
+def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
     """Start to copy the rows of a tile to shared memory, for the columns of one step.
 
     Each thread copies 16 bytes of every 16th row. The rows are stored with the swizzle of
@@ -295,12 +293,13 @@ def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choic
     Args:
         order_ref: Pair index of each sorted row.
         x_ref: Rows of the tokens.
-        x_smem: Shared memory of all stages, [stages, rows, TILE].
+        x_smem: Shared memory of all stages, [stages, rows, columns of a step].
         row, count: First sorted row and number of rows of the tile.
         step, stage: Index of the step along the depth, and index of its pipeline stage.
         num_choices: Number of pairs per token.
     """
-    depth, tile_rows = x_ref.shape[1], x_smem.shape[1]
+    tile_rows = x_smem.shape[1]
+    chunks_per_token = x_ref.shape[1] * x_ref.dtype.itemsize // 16
 
     def body(*values):
         order, x, smem, row, count, step, stage = values
@@ -313,7 +312,7 @@ def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choic
         ]
         swizzled = ops.Value(arith.xori(chunk.ir, (member % 8).ir))
         for own, pair in zip(members, pairs, strict=True):
-            source = (pair // num_choices) * (depth // 8) + step * _CHUNKS_PER_ROW + chunk
+            source = (pair // num_choices) * chunks_per_token + step * _CHUNKS_PER_ROW + chunk
             target = (stage * tile_rows + own) * _CHUNKS_PER_ROW + swizzled
             with ops.when(own < count):
                 ops.ptx(
@@ -328,7 +327,16 @@ def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choic
     ops.run_inline(body, *arguments, arg_types=types)
 
 
-def _wait_for_gathers(num_pending):
+def num_gathers_ahead(num_stages):
+    """Return the number of stages whose gathers may be pending when the loader fills a stage.
+
+    A consumer releases a stage only after the next stage is filled, so it is at most
+    `num_stages` - 2.
+    """
+    return num_stages - 2
+
+
+def wait_for_gathers(num_pending):
     """Wait until all gathers of this thread except the last `num_pending` are complete.
 
     A thread waits only for its own copies, so all threads must then arrive at the stage's barrier.
@@ -342,14 +350,14 @@ def _wait_for_gathers(num_pending):
     ops.run_inline(body, arg_types=())
 
 
-def _store_rows(row_out, out_ref, row, count, column):
+def store_rows(row_out, out_ref, row, count, column):
     """Copy the first `count` rows of a tile to `out_ref`, at the given row and column.
 
     The size of a copy must be known at compile time. The rows are therefore copied in parts whose
     sizes are the powers of 2 that add up to `count`.
 
     Args:
-        row_out: The tile in shared memory, with the type that `_row_smem` returns.
+        row_out: The tile in shared memory, with the type that `row_smem` returns.
         out_ref: The output.
         row, count, column: First row, number of rows and first column of the tile in the output.
     """

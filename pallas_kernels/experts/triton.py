@@ -24,7 +24,7 @@ TILE_FIELDS = 4
 _TILES_PER_PROGRAM = 16
 _ELEMENTS_PER_WARP = 32 * 8  # A thread handles 8 elements, which are 16 bytes for 2-byte dtypes.
 _MAX_COLUMNS = 2048  # A step of a gather copies at most `_MAX_COLUMNS` columns.
-_MIN_KEY, _MAX_KEY = -(1 << 31), (1 << 31) - 1  # These are the bounds of int32.
+_MIN_KEY, _MAX_KEY = -(1 << 31), (1 << 31) - 1  # lowest and highest int32
 _GEMM_COLUMNS = 64
 _GEMM_DEPTH = 32
 
@@ -123,12 +123,12 @@ def expert_down_gemm(x, weight, routing, *, tile_rows: int, interpret: bool):
         routing.offsets, num_rows=x.shape[0], tile_rows=tile_rows, interpret=interpret
     )
     options = {"tile_rows": tile_rows, "interpret": interpret}
-    rows = grouped_gemm(x, weight, tiles, gated=False, dtype=jnp.float32, **options)
+    rows = grouped_gemm(x, weight, tiles, gated=False, dtype=x.dtype, **options)
     return combine_rows(rows, *choices(routing), dtype=x.dtype, interpret=interpret)
 
 
 def choices(routing):
-    """Return the fields of a `Routing` that are arguments of `combine_rows`."""
+    """Return the fields of a `Routing` that `combine_rows` takes as arguments."""
     return routing.weights, routing.experts, routing.positions, routing.offsets
 
 
@@ -186,7 +186,8 @@ def _tiles_kernel(offsets_ref, tiles_ref, *, tile_rows):
     count = jnp.minimum(expert_end - row, tile_rows)
     for field, value in enumerate((expert, row, count)):
         plgpu.store(tiles_ref.at[HEADER_SIZE + index * TILE_FIELDS + field], value, mask=is_tile)
-    tiles_ref[0] = total  # Every program stores the same number.
+    # Every program stores the same number of tiles, so they need no synchronization.
+    tiles_ref[0] = total
 
 
 @functools.partial(jax.jit, static_argnames=("rows_per_token", "interpret"))

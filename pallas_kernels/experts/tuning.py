@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-_TILE = 64  # `_TILE` is the depth of a pipeline stage, and the number of columns of a block.
+_TILE = 64  # number of columns of a block
+_STAGE_BYTES = 128  # bytes of each row and column in a pipeline stage
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
+# With more rows, the sums, the products and the scales of a group do not fit in registers.
+_MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
 # The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
 # made the gated kernel with few rows 0 to 3 % slower.
@@ -67,14 +70,14 @@ class ExpertsConfig:
     num_programs: int
 
 
-def tile_rows(num_rows: int, num_experts: int) -> int:
-    """Return the maximum number of rows per tile: a power of two from 8 to 128.
+def tile_rows(num_rows: int, num_experts: int, max_rows: int = _MAX_TILE_ROWS) -> int:
+    """Return the maximum number of rows per tile: a power of two from 8 to `max_rows`.
 
     Unless it is 128, it is at least 1.5 times the mean number of rows of an expert. Most experts
     then have a single tile, so most weights are read once.
     """
     rows = _MIN_TILE_ROWS
-    while rows < _MAX_TILE_ROWS and 2 * rows * num_experts < 3 * num_rows:
+    while rows < max_rows and 2 * rows * num_experts < 3 * num_rows:
         rows *= 2
     return rows
 
@@ -85,7 +88,20 @@ def triton_tile_rows(gemm: ExpertsProblem) -> int:
 
 
 def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
-    """Return the launch parameters of hopper.py, or None if the kernel cannot run.
+    """Return the launch parameters of hopper.py, or None if the kernel cannot run."""
+    return _choose_config(gemm, _MAX_TILE_ROWS) if gemm.itemsize == 2 else None
+
+
+def fp8_experts_config(gemm: ExpertsProblem, *, grouped: bool) -> ExpertsConfig | None:
+    """Return the launch parameters of fp8_hopper.py, or None if the kernel cannot run.
+
+    `grouped` says whether groups and blocks have scales, rather than rows.
+    """
+    return _choose_config(gemm, _MAX_GROUPED_TILE_ROWS if grouped else _MAX_TILE_ROWS)
+
+
+def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
+    """Return the launch parameters of a Hopper kernel, or None if it cannot run.
 
     With few rows per expert, the speed depends on the number of weight bytes in flight. With many
     rows, two consumers with two blocks each reuse the tiles in shared memory most often. Whether
@@ -96,11 +112,11 @@ def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
     # The gated kernel computes addresses in x as 32-bit numbers. In the down kernel, the copy
     # engine computes the addresses.
     fits = gemm.num_factors == 1 or gemm.num_tokens * gemm.depth * gemm.itemsize < 1 << 31
-    if gemm.itemsize != 2 or gemm.depth % _TILE or gemm.width % _TILE or not fits:
+    if gemm.depth * gemm.itemsize % _STAGE_BYTES or gemm.width % _TILE or not fits:
         return None
-    rows = tile_rows(gemm.num_rows, gemm.num_experts)
+    rows = tile_rows(gemm.num_rows, gemm.num_experts, max_rows)
     shapes = [(1, gemm.num_factors)]
-    if rows == _MAX_TILE_ROWS:
+    if rows == max_rows:
         shapes = [(2, 2), (2, 1)] if gemm.num_factors == 1 else [(2, 2)]
         shapes.append((1, gemm.num_factors))
     num_consumers, num_blocks = next(
@@ -119,6 +135,6 @@ def num_stages(gemm: ExpertsProblem, rows: int, num_consumers: int, num_blocks: 
     memory.
     """
     out_bytes = num_consumers * rows * _TILE * gemm.out_itemsize
-    stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _TILE * gemm.itemsize
+    stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _STAGE_BYTES
     fitting = (MAX_SHARED_BYTES - out_bytes - _BARRIER_BYTES) // stage_bytes
     return min(fitting, max(_MIN_STAGES, _PREFETCHED_BYTES // stage_bytes))

@@ -104,6 +104,8 @@ def gated_rows(multiply, routing, width, dtype, *, batch_invariant=False):
 def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
     """Return the sum of each token's pairs, multiplied by the routing weights.
 
+    The products are rounded to `dtype`, and summed in float32.
+
     Args:
         multiply: Function of an expert and of row indices that returns the products in float32.
         routing: The `Routing`.
@@ -111,12 +113,15 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
         dtype: Dtype of the result.
         batch_invariant: See `map_tiles`.
     """
-    options = {"dtype": jnp.float32, "batch_invariant": batch_invariant}
-    products = map_tiles(multiply, routing, width, **options)
+
+    def compute_tile(expert, rows):
+        return multiply(expert, rows).astype(dtype)
+
+    products = map_tiles(compute_tile, routing, width, dtype, batch_invariant=batch_invariant)
     is_hit = routing.experts < routing.offsets.shape[0] - 1
     total = jnp.zeros((routing.experts.shape[0], width), jnp.float32)
     for choice in range(routing.experts.shape[1]):
-        rows = take_rows(products, routing.positions[:, choice])
+        rows = take_rows(products, routing.positions[:, choice]).astype(jnp.float32)
         rows = rows * routing.weights[:, choice, None]
         total += jnp.where(is_hit[:, choice, None], rows, 0)
     return total.astype(dtype)

@@ -90,5 +90,6 @@ def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part, *, dtype,
 
 
 def _wide_dtype(backend):
-    """Return the dtype to which FP8 matrices are converted if they cannot be multiplied as FP8."""
+    """Return the dtype to which FP8 matrices are converted where the device or XLA cannot multiply
+    FP8."""
     return jnp.float32 if backend is Backend.XLA else jnp.bfloat16

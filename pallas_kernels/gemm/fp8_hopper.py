@@ -94,7 +94,7 @@ def many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Ma
     return _many_rows_gemm(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
@@ -165,7 +165,8 @@ def _few_rows_kernel(
     # The copy of block scales begins `num_leading_scales` groups early, so that the copy's start is
     # aligned.
     num_leading_scales = lax.rem(first_step * num_groups, jnp.int32(SCALE_COPY_ALIGNMENT))
-    # Two consumers with large accumulators need more registers: the loader gives up some.
+    # Two consumers with large accumulators need more registers, so the loader releases some of its
+    # registers.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
 
     def stage_index(step):
@@ -229,10 +230,11 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Yield, for each group of a step, a list of (row scales * weight scale) per factor."""
+            """Yield one list for each scale group of a step. The list contains (row scales * weight
+            scale) for each factor."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
-                row_scales = _load_scales(x_scale_smem.at[stage, i], 1)
+                row_scales = load_scales(x_scale_smem.at[stage, i], 1)
                 group = num_leading_scales + step * num_groups + i
                 at = block, lax.div(group, part), lax.rem(group, part)
                 yield [row_scales * weight_scale_smem[f, *at] for f in range(num_factors)]
@@ -241,16 +243,16 @@ def _few_rows_kernel(
             block = lax.div(firsts[0], FP8_GROUP_SIZE) - lax.div(first_output(0), FP8_GROUP_SIZE)
             plgpu.barrier_wait(scaled)
         else:  # Load the scales before the GEMM starts, to hide the latency of global memory.
-            row_scales = _load_scales(x_scale_ref.at[rows], 1)
-            output_scales = [_load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
+            row_scales = load_scales(x_scale_ref.at[rows], 1)
+            output_scales = [load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
         args = num_steps, num_groups, stage_index, operands, full, empty, shape
-        sums = _accumulate_promoted(*args, scales if is_grouped else None)
+        sums = accumulate_promoted(*args, scales if is_grouped else None)
         if not is_grouped:
             sums = [
-                _apply_scales(total, scales, row_scales)
+                apply_scales(total, scales, row_scales)
                 for total, scales in zip(sums, output_scales, strict=True)
             ]
-        result = plgpu.layout_cast(_apply_activation(sums), plgpu.Layout.WGMMA_TRANSPOSED)
+        result = plgpu.layout_cast(apply_activation(sums), plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
         own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
@@ -258,7 +260,7 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
 def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2
@@ -404,17 +406,18 @@ def _many_rows_kernel(
             sums = compute_sums(round_index, column)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             if scale_smem is None:
-                row_scales = _load_scales(x_scale_ref.at[rows], 0)
+                row_scales = load_scales(x_scale_ref.at[rows], 0)
                 column_slices = [
                     pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)
                 ]
                 sums = [
-                    _apply_scales(total, row_scales, _load_scales(weight_scale_ref.at[columns], 1))
+                    apply_scales(total, row_scales, load_scales(weight_scale_ref.at[columns], 1))
                     for total, columns in zip(sums, column_slices, strict=True)
                 ]
-            results = [_apply_activation(sums)] if gated else sums
+            results = [apply_activation(sums)] if gated else sums
             for factor, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rounded = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // STORE_COLUMNS):
                     own_out = out_smem.at[warp_group, chunk]
@@ -427,7 +430,7 @@ def _many_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
+def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
     """Add the products of all groups in float32, outside the tensor core.
 
     If the accumulators of a stage fit in registers, the kernel starts all products of the stage
@@ -451,7 +454,7 @@ def _accumulate_promoted(num_steps, num_groups, stage_index, operands, full, emp
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
-        # Reading the accumulators waits until the tensor core is done.
+        # Reading the accumulators makes the warpgroup wait until the tensor core has finished.
         return [own_sums[...] for own_sums in sums]
 
     def scaled(part, scale):
@@ -482,7 +485,8 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
 
     The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
     adds the products of the next stage, each accumulator is multiplied by (previous scale / next
-    scale). That is one operation per sum and stage. To scale the products instead would take three.
+    scale). This takes one operation per sum and stage. Scaling the products instead would take
+    three.
 
     The divisor is at least 2 ** -60 times the largest scale so far, so the accumulators cannot
     overflow. If the scale of a stage is below this bound, the products of that stage are smaller
@@ -544,19 +548,20 @@ def continue_accumulation(multiply, sums):
     return list(results)  # `run_state` is annotated to return references, but it returns arrays.
 
 
-def _load_scales(ref, axis):
-    """Load scales in a layout that can be broadcast along axis `axis` of the sums."""
+def load_scales(ref, axis):
+    """Load scales into registers, in a layout that can be broadcast along axis `axis` of the
+    sums."""
     return ops.load_with_layout(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
-def _apply_scales(sums, first, second):
+def apply_scales(sums, first, second):
     """Multiply row i of the sums by `first[i]`, and column j by `second[j]`."""
     for axis, scales in enumerate((first, second)):
         sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
     return sums
 
 
-def _apply_activation(sums):
+def apply_activation(sums):
     """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
 
     The formula requires that gate is finite.

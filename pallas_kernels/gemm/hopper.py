@@ -44,7 +44,7 @@ from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 # bytes.
 TILE = 64
 # Constants of the many-rows kernel. A tile has `TILE_COLUMNS` columns per factor.
-CONSUMER_ROWS = 64  # rows per consumer
+CONSUMER_ROWS = 64  # rows that a consumer computes
 NUM_CONSUMERS = 2
 NUM_FACTORS = 2
 TILE_COLUMNS = 128
@@ -78,7 +78,7 @@ def many_rows_gated_gemm(x, weight, *, config: ManyRowsConfig):
     return _many_rows_gemm(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "transposed", "dtype", "config"))
 def _few_rows_gemm(x, weight, *, gated, config, transposed=False, dtype=None):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
@@ -176,7 +176,7 @@ def _few_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-# The jit makes layers with the same shapes share one trace and one lowering.
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=("gated", "config"))
 def _many_rows_gemm(x, weight, *, gated, config):
     num_stages, (rows, depth) = config.num_stages, x.shape
@@ -280,12 +280,13 @@ def _many_rows_kernel(
             results = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
             if gated:
                 gate, up = results
-                # The result is silu(gate) * up. The gate must be finite.
+                # The result is silu(gate) * up. This formula may give NaN if the gate is infinite.
                 results = [gate * (up / (1 + jnp.exp(-gate)))]
             row, column = tile_origin(round_index)
             rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
             for index, result in enumerate(results):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+                # Wait until the previous copy has read `out_smem`.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 result = result.astype(out_ref.dtype)
                 for chunk in range(TILE_COLUMNS // TILE):
                     own_out = out_smem.at[warp_group, chunk]

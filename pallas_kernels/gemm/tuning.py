@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-# With more rows, a GEMM has enough tiles to keep the GPU busy, and split-K partials cost more than
-# they save.
+# A GEMM with more than `MAX_SPLIT_ROWS` rows has enough tiles to keep the GPU busy, so split-K
+# partials would cost more than they save.
 MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
 # This width gives each of the 132 SMs of a large GPU a tile of 128 columns.
@@ -118,7 +118,7 @@ def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
     XLA splits the GEMM before the activation if that GEMM is narrow and has few rows. XLA's
     activation kernel then also sums the partials, while a Triton activation would need another
     kernel for the sum. In all other cases the Triton kernel runs, with eight elements per thread to
-    keep the memory busy. For small inputs, four elements per thread are faster.
+    use the memory bandwidth. For small inputs, four elements per thread are faster.
 
     Args:
         num_tokens: Number of rows.
@@ -313,10 +313,10 @@ def _choose_few_rows_config(
         return None
     splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
-    # Number of SMs per tile of the weight. All row tiles read the same tile of the weight, so the
-    # number of row tiles does not count.
+    # Number of SMs per column tile of the weight. All row tiles read the same weight, so the number
+    # of row tiles does not matter here.
     cores_per_tile = max(1, num_cores / (splits * column_tiles))
-    # With block scales, stages of two groups are faster than stages of one.
+    # With block scales, stages with two groups are faster than stages with one group.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
     num_groups = 1 + is_paired
     # Use as many stages as fit in shared memory, up to the best number of weight bytes in flight.

@@ -86,7 +86,7 @@ def fused_layer(
 
 
 def _plan(weights, num_tokens, backend):
-    """Return the plan of the Hopper kernel, or None if the kernel does not run."""
+    """Return the `LayerPlan` of the Hopper kernel, or None if the separate ops run instead."""
     # In JAX before 0.11, Mosaic GPU kernels cannot have mutable arguments.
     if jax.__version_info__ < (0, 11):
         return None

@@ -51,7 +51,8 @@ ROWS = 8
 _NUM_WARP_GROUPS = 4  # consumer warpgroups
 _NUM_THREADS = 128 * _NUM_WARP_GROUPS
 _NUM_WARPS = 4 * _NUM_WARP_GROUPS
-_NUM_PAIRS = _NUM_WARP_GROUPS // 2  # A pair of warpgroups multiplies one unit.
+# Two warpgroups together multiply one work unit (see `GemmPartition`).
+_NUM_PAIRS = _NUM_WARP_GROUPS // 2
 _MAX_COPIES_IN_FLIGHT = 3  # More copies in flight would delay the exchange between programs.
 _PARTIAL_WORDS = ROWS * 64  # A split-K partial of 64 columns has `_PARTIAL_WORDS` words.
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
@@ -78,12 +79,13 @@ class LayerSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmPartition:
-    """Division of a GEMM's units among the programs.
+    """Division of the work units of a GEMM among the programs. A work unit multiplies one chunk of
+    weight rows by one column block.
 
     Attributes:
         blocks: Number of column blocks of 64 columns.
-        chunks: Number of chunks of `depth` weight rows; a unit is one chunk of one column block.
-        depth: Weight rows of a unit.
+        chunks: Number of chunks into which the weight rows are divided; a chunk has `depth` rows.
+        depth: Number of weight rows of a chunk.
         programs: Number of programs.
     """
 
@@ -94,26 +96,29 @@ class GemmPartition:
 
     @functools.cached_property
     def max_units(self) -> int:
-        """Maximum number of units of a program; the last programs have fewer."""
+        """Maximum number of work units of a program. The last programs may have fewer."""
         return -(-self.blocks * self.chunks // self.programs)
 
     @functools.cached_property
     def max_segments(self) -> int:
-        """Maximum number of column blocks in which one program has units."""
+        """Maximum number of column blocks to which the work units of one program belong."""
         firsts = (p * self.max_units for p in range(self.programs))
         return max((f + self.max_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
     @functools.cached_property
     def max_partials(self) -> int:
-        """Maximum number of programs that share a column block; each stores one split-K partial."""
+        """Maximum number of programs that compute parts of the same column block. Each of these
+        programs stores one split-K partial."""
         return max(self.last_program(j) - self.first_program(j) + 1 for j in range(self.blocks))
 
     def first_program(self, block):
-        """Return the first program that has a unit of the column block."""
+        """Return the index of the first program that computes a work unit (a chunk of weight rows)
+        of the column block."""
         return (block * self.chunks) // self.max_units
 
     def last_program(self, block):
-        """Return the last program that has a unit of the column block."""
+        """Return the index of the last program that computes a work unit (a chunk of weight rows)
+        of the column block."""
         return (block * self.chunks + (self.chunks - 1)) // self.max_units
 
 
@@ -124,7 +129,8 @@ class LayerPlan:
     Attributes:
         sizes: Widths of the layer.
         num_programs: Number of programs, one per SM.
-        num_stages: Stages of each program's ring buffer for weights; a stage is a unit of 16 KiB.
+        num_stages: Number of stages in the ring buffer for weights of each program; a stage holds
+            16 KiB of weights.
     """
 
     sizes: LayerSizes
@@ -201,7 +207,8 @@ def layer_plan(
     fits = whole and narrow and num_tokens == ROWS and dtype == "bfloat16"
     if not (is_hopper(device_kind) and num_cores and fits):
         return None
-    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # maximum units per program
+    # maximum number of work units per program
+    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     num_stages = min(12, room // 16384 // 2 * 2)
     return LayerPlan(sizes, num_cores, num_stages) if num_stages >= 4 else None
@@ -306,13 +313,14 @@ def _kernel(
             pl.when(warp == 1)(lambda: _compute_last_scales(plan, eps, num_rows, exchange, scales))
 
     def multiply(gemm, start, stop, step):
-        """Return this warpgroup's sum [64, 8] over units `start` to `stop` of a column block.
-
-        Unit `start` is the `step`-th unit that the loader copies into the ring.
+        """Multiply the work units `start` to `stop` of a column block, and return the sum [64, 8]
+        of this warpgroup. Work unit `start` is the `step`-th one that the loader copies into the
+        ring buffer.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # Each waiter of a stage's barrier must wait for every use of the stage. So each stage
-        # belongs to one pair of warpgroups, which handles every `_NUM_PAIRS`-th unit.
+        # A warpgroup that waits for the barrier of a stage must wait for every use of the stage. So
+        # each stage belongs to one pair of warpgroups, which handles every `_NUM_PAIRS`-th work
+        # unit.
         first = step + lax.rem(
             pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
         )
@@ -379,7 +387,7 @@ def _wait_for_scales():
 
 
 def _clear_exchange(plan, next_exchange):
-    """Fill the exchange memory of the next launch with `EMPTY_WORD`."""
+    """Fill the exchange memory that the next launch uses with `EMPTY_WORD`."""
 
     def body(memory):
         first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4
@@ -394,7 +402,7 @@ def _clear_exchange(plan, next_exchange):
 
 
 def _square_sum_loads(plan, memory, region, chunks, row):
-    """Return the loads of a row's sums of squares by this lane (thread of a warp).
+    """Return the loads with which this lane (thread of a warp) reads sums of squares of a row.
 
     The row has one sum of squares per chunk. Lane i loads the sums of chunks i, i + 32, i + 64, ...
     """
@@ -435,13 +443,13 @@ def _compute_last_scales(plan, eps, num_rows, exchange, scales):
 
 
 def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
-    """Store the activations of a program's units in shared memory, for the first `count` rows.
-
-    A warp handles one row of one unit at a time, and issues the loads of all partials together.
+    """Store the activations that the work units of a program need in shared memory, for the first
+    `count` rows. A warp handles one row of one work unit at a time, and issues the loads of all
+    partials together.
     """
     gemm = plan.gemms[gemm_index]
     columns_per_lane = gemm.depth // 32
-    # Two units at a time double the number of loads in flight.
+    # Handling two work units at a time doubles the number of loads in flight.
     units_at_once = 2 if gemm.max_units > 8 else 1
     shared_scales = gemm_index == _DOWN and gemm.max_units > 8
 
@@ -493,7 +501,7 @@ def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_r
 
 
 class _GatherTask:
-    """A warp's task: gather the activations of one row of one unit.
+    """The task of a warp: compute the activations of one row for one work unit.
 
     The constructor collects the loads in `self.loads`, which the caller issues. `finish` computes
     the activations from the loaded words, and stores them in shared memory.
@@ -533,17 +541,17 @@ class _GatherTask:
         )[gemm_index]()
 
     def _exchange_load(self, region, index, count, mask):
-        """Return the `WordLoad` of `count` words of a region of the exchange memory."""
+        """Return a `WordLoad` that loads `count` words from a region of the exchange memory."""
         address = ops.offset(self.memory, index + self.plan.regions[region], 4)
         return WordLoad(address, count, mask & self.is_live)
 
     def _argument_load(self, name, index, columns):
-        """Return the `WordLoad` of `columns` numbers of the bfloat16 argument `name`."""
+        """Return a `WordLoad` that loads `columns` numbers from the bfloat16 argument `name`."""
         address = ops.offset(self.pointers_by_name[name], index, 2)
         return WordLoad(address, columns // 2, self.is_live)
 
     def _add_partial_loads(self, gemm_index, sides):
-        """Append the loads of all split-K partials of this task's column block.
+        """Append the loads of all split-K partials of the column block that this task needs.
 
         `sides` is 2 for the gate and up GEMM, else 1.
         """
@@ -628,8 +636,8 @@ class _GatherTask:
             [a + b for a, b in zip(ops.unpack_bf16(stream), update, strict=True)]
         )
         stream = ops.unpack_bf16(packed)
-        # Several programs compute the same chunk. Only the program whose unit belongs to column
-        # block 0 stores it.
+        # Several programs compute the same chunk of the residual stream. Only the program whose
+        # work unit belongs to column block 0 stores the chunk.
         with ops.when(self.block.eq(0)):
             self._publish(packed, stream)
         return ops.pack_bf16([a * b for a, b in zip(stream, norm, strict=True)])

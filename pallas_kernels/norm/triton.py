@@ -44,13 +44,14 @@ class NormConfig:
 
 
 def norm_config(*, size: int, itemsize: int) -> NormConfig:
-    """Return the launch parameters with which each thread loads 16 bytes of the update per tile.
+    """Return launch parameters with which each thread loads 16 bytes per tile. The loaded bytes
+    belong to `update`, the array that `add_rms_norm` adds to the residual stream.
 
     Args:
         size: Number of columns of a row.
-        itemsize: Number of bytes per element of the update.
+        itemsize: Number of bytes per element of `update`.
     """
-    elements = 32 * 16 // itemsize  # per warp
+    elements = 32 * 16 // itemsize  # elements that a warp loads
     tile = max(elements, min(32 * elements, pl.next_power_of_2(size)))
     return NormConfig(tile, num_warps=tile // elements)
 

@@ -86,7 +86,8 @@ def token_scores(
     reports_logits: Bool[Array, "T"] | None = None,
     backend: Backend,
 ) -> Int32[Array, "T W"]:
-    """Return each token's log-probability and rank, and the most probable tokens of its row.
+    """Return for each row the log-probability and rank of a given token, and the most probable
+    tokens.
 
     All results are packed into one int32 array, because reading an array costs the host tens of
     microseconds. Floats are stored as the bits of a float32. Let L = min(count, V). The columns of

@@ -49,11 +49,12 @@ from pallas_kernels.scores.adjustments import (
 )
 
 BLOCK_TOKENS = 128
-# A program of the scan launch reads `CHUNK_TOKENS` tokens.
+# In the first launch, which scans the logits, a program reads `CHUNK_TOKENS` tokens.
 CHUNK_TOKENS = 4096
-# The finish launch reads `RANK_TILE` tokens per iteration to count the rank of a token.
+# In the second launch, a program reads `RANK_TILE` tokens per iteration to count the rank of a
+# token.
 RANK_TILE = 4096
-NUM_WARPS = 4  # A program of either launch has `NUM_WARPS` warps.
+NUM_WARPS = 4  # In both launches, a program has `NUM_WARPS` warps.
 _MIN_KEY, _MAX_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 # Value of `needs_scores` for rows that report logits. Rows with log-probabilities have 1, and rows
 # without scores 0.
@@ -203,8 +204,8 @@ def _load_greedy_token(refs, row, width):
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_MIN_KEY)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
-    # Among equal logits the lowest token id wins. Each chunk has stored its lowest such id, so take
-    # the minimum.
+    # Among equal logits the lowest token id wins. Each chunk has stored the lowest id among its
+    # largest logits, so take the minimum over the chunks.
     token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
     is_finite = jnp.abs(_key_to_logit(highest)) < jnp.inf  # false for NaN
     return jnp.where(is_finite, token, jnp.int32(-1))

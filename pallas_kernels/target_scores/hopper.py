@@ -36,7 +36,8 @@ from pallas_kernels.gemm.hopper import (
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
 # A tile covers `TILE_TOKENS` tokens of the vocabulary.
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
-# V must be a multiple of `TOKEN_MULTIPLE`, because shared memory has the table in tiles of 8 rows.
+# The vocabulary size must be a multiple of `TOKEN_MULTIPLE`, because shared memory holds the table
+# in tiles of 8 rows.
 TOKEN_MULTIPLE = 8
 NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
 _LOG2_E = math.log2(math.e)
@@ -49,7 +50,7 @@ def target_scores(x, table, targets, *, num_programs):
     vocabulary must be a multiple of `TOKEN_MULTIPLE`, and at least `TILE_TOKENS`.
     """
     rows = x.shape[0]
-    targets = jnp.where(targets < table.shape[0], targets, -1)  # -1 matches no token
+    targets = jnp.where(targets < table.shape[0], targets, -1)  # column -1 matches no token
     padding = -rows % TILE_ROWS
     x, targets = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
     largest, totals, target = _scan_tiles(x, table, targets, num_programs=num_programs)
@@ -178,7 +179,8 @@ def _kernel(
                 for part, first in zip(logits, firsts, strict=True)
             ]
             target = sum(jnp.sum(part, axis=1) for part in chosen)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out_smem is free again
+            # Wait until the previous copy has read `out_smem`.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i, numbers in enumerate((largest, total, target)):
                 out_smem.at[warp_group, i][...] = numbers
             plgpu.commit_smem()

@@ -37,20 +37,20 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-# Tokens per program of the narrow and collect launches: a multiple of `LOADS_IN_FLIGHT * TILE` and
-# of `LOADS_IN_FLIGHT * PACKED_TILE`.
+# A program of the narrowing and collecting launches reads `CHUNK` tokens: a multiple of
+# `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-# A load of the narrow launches reads `TILE` tokens.
+# In the launches that narrow the bracket of a threshold, a load reads `TILE` tokens.
 TILE = 256
-# A load of the collect launch reads `PACKED_TILE` tokens.
+# In the launch that collects tokens inside the bracket, a load reads `PACKED_TILE` tokens.
 PACKED_TILE = 512
 # In the collect launch, each of the 4 warps has its own strip of a chunk, so that warps never wait.
 NUM_STRIPS = 4
 # A strip can hold `STRIP_CAPACITY` collected tokens.
 STRIP_CAPACITY = 128
-# Tokens per load when the settle launch reads a whole row, with 16 warps. With a large tile, fewer
-# iterations wait for memory.
+# The last launch determines the exact threshold. When it reads a whole row, with 16 warps, a load
+# reads this many tokens. With a large tile, fewer iterations wait for memory.
 WHOLE_ROW_TILE = 4096
 # The first launch tries thresholds at these distances below the largest logit, in bits. A token at
 # distance d is 2**-d times as probable as the most probable token. The launch also tries minus
@@ -143,7 +143,7 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
     found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
-    # The kernels write only the rows with a top-k or a top-p.
+    # The kernels write a threshold only for rows with a top-k or a top-p.
     is_active = (top_k > 0) | (rows[:, 3] < 1.0)
     return jnp.where(is_active, found, -jnp.inf)
 
@@ -168,7 +168,8 @@ def _load_logits(logits_ref, row, start, size):
 
 
 def _load_tiles(logits_ref, row, chunk, turn):
-    """Load all tiles of iteration `turn`, before any tile is used, so that the loads overlap."""
+    """Load all tiles of iteration `turn` of the loop. All loads are issued before any tile is used,
+    so that they overlap."""
     start = chunk * CHUNK + turn * (TILE * LOADS_IN_FLIGHT)
     return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS_IN_FLIGHT)]
 
@@ -184,7 +185,8 @@ def _later_trials(row, bracket):
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # Clip the trial thresholds, because rounding or an empty bracket may put one outside.
+    # Clip the trial thresholds, because rounding or an empty bracket may put a threshold outside
+    # the bracket.
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 

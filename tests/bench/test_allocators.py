@@ -22,13 +22,14 @@ from jpaged.observe.pool_report import memory_report
 
 
 class NaiveBuddies:
-    """A simple buddy allocator for comparison, which tries every range to find the free ones."""
+    """A simple model of the buddy allocator, which tests every possible range for being free."""
 
     def __init__(self, size: int):
         self.size, self.taken = size, dict[int, int]()
 
     def ranges(self, length: int) -> list[int]:
-        """Return the starts of all ranges of `length` that lie in one of the root ranges."""
+        """Return the first blocks of all ranges of `length` blocks that the allocator may use. A
+        range starts at a multiple of its length within one of the `root_ranges`."""
         return [
             start
             for root, root_length in self.root_ranges()
@@ -37,7 +38,8 @@ class NaiveBuddies:
         ]
 
     def root_ranges(self) -> list[tuple[int, int]]:
-        """Divide the pool into ranges with different powers of two as lengths, longest first."""
+        """Divide the pool into the ranges that are free at the start. Their lengths are different
+        powers of two, longest first."""
         found, start = [], 0
         for bit in reversed(range(self.size.bit_length())):
             if self.size & 1 << bit:
@@ -49,7 +51,7 @@ class NaiveBuddies:
         return all(start + length <= s or s + n <= start for s, n in self.taken.items())
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Return the free ranges that are not part of a longer free range."""
+        """Return all free ranges, without those that are part of a longer free range."""
         found, length = [], 1 << self.size.bit_length()
         while length := length // 2:
             for start in self.ranges(length):
@@ -73,7 +75,7 @@ class NaiveBuddies:
     size=st.integers(1, 45),
     moves=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), min_size=20, max_size=60),
 )
-def test_buddy_allocator_splits_and_joins_like_a_naive_model(
+def test_buddy_allocator_splits_and_joins_ranges_like_a_naive_model(
     size: int, moves: list[tuple[bool, int]]
 ):
     buddies, naive, lengths = BuddyAllocator(size), NaiveBuddies(size), dict[int, int]()
@@ -136,7 +138,8 @@ def test_request_reserves_as_many_blocks_as_in_the_paper(system: str, reserved: 
     blocks = -(-reserved // BLOCK_SIZE)
     assert (held.num_slots, held.num_blocks) == (reserved, blocks)
     assert scheduler.unfinished_requests[0].live_sequences[0].block_table == [1, 2, 3]
-    # 10 tokens are computed. The request has 19 tokens, of which the last is never computed.
+    # The engine has computed 10 tokens. The request has 19 tokens, of which the last is never
+    # computed.
     rounded = held.num_rounded_blocks * BLOCK_SIZE
     states = token_states(manager, memory_report(scheduler), is_full=False)
     assert states == (10, 8, reserved - 18, rounded - reserved, 256 - rounded)
@@ -150,7 +153,7 @@ def test_orca_pow2_reserves_at_most_max_model_len():
     assert scheduler.block_manager.reservations[0].num_slots == MAX_MODEL_LEN
 
 
-def test_paged_manager_reserves_no_slots():
+def test_paged_block_manager_reserves_no_slots():
     scheduler = make_scheduler("ours")
     scheduler.add(make_request(0, 10, 9))
     step(scheduler)
@@ -159,7 +162,7 @@ def test_paged_manager_reserves_no_slots():
 
 
 def test_fastertransformer_admits_no_request_until_the_whole_batch_ends():
-    # The pool has room for two ranges of 16 blocks.
+    # The pool has 32 blocks: two ranges of 16.
     scheduler = make_scheduler("fastertransformer", num_blocks=33)
     for name, output in enumerate((3, 6, 2)):
         scheduler.add(make_request(name, 5, output))
@@ -197,7 +200,7 @@ def test_fastertransformer_batch_admits_requests_during_several_prefill_steps():
     assert len(scheduler.waiting) == 1
 
 
-def test_integrity_check_finds_a_block_table_outside_its_range():
+def test_integrity_check_finds_a_block_table_outside_its_reserved_range():
     scheduler = make_scheduler("orca_oracle")
     scheduler.add(make_request(0, 10, 9))
     step(scheduler)
@@ -213,7 +216,7 @@ def test_integrity_check_finds_a_block_table_outside_its_range():
         scheduler.check_integrity()
 
 
-def test_managers_refuse_unsupported_settings_and_requests():
+def test_contiguous_block_managers_refuse_unsupported_settings_and_requests():
     with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
         make_manager("orca_max", 16, 4, 64, prefix_caching=False)
     with pytest.raises(ValueError, match="'orca' is unknown: pass one of fastertransformer"):

@@ -84,7 +84,7 @@ def test_contiguous_decoder_generates_the_same_tokens_as_the_engine(
 
 
 @pytest.mark.full
-def test_launches_of_several_steps_generate_the_same_tokens_as_the_engine(
+def test_contiguous_decoder_with_several_steps_per_launch_generates_the_same_tokens(
     kept_engines: Callable[..., Engine],
 ):
     options = ENGINE | {"max_model_len": 256}
@@ -98,9 +98,8 @@ def test_launches_of_several_steps_generate_the_same_tokens_as_the_engine(
 
 
 def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
-    """Serve the requests; after each step, yield those that ended, and check the running ones.
-
-    Each running request must have a row of its own.
+    """Serve the requests. After each step, yield the requests that ended, and check that each
+    running request has a different cache row.
     """
     for request in given:
         decoder.add(request)
@@ -112,7 +111,9 @@ def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_free_rows_are_reused_immediately_or_after_the_static_batch(batching: str, tiny: Model):
+def test_free_cache_rows_are_reused_immediately_or_after_the_static_batch(
+    batching: str, tiny: Model
+):
     decoder = Decoder(tiny, batching, **ONE_STEP)
     given = [Request([65 + i], 40 if i == 0 else 3) for i in range(20)]
     turns = list(drive(decoder, given))
@@ -123,7 +124,7 @@ def test_free_rows_are_reused_immediately_or_after_the_static_batch(batching: st
     assert all(later) if batching == "static" else not any(later)
 
 
-def test_static_batch_has_the_width_of_its_longest_request(tiny: Model):
+def test_static_batch_has_cache_rows_as_long_as_its_longest_request(tiny: Model):
     decoder = Decoder(tiny, "static", widths=(96, 64, 512), **ONE_STEP)
     widths = Counter()
     for most in (60, 100):
@@ -163,7 +164,7 @@ def test_decoder_launches_single_steps_while_a_row_is_free_for_arrivals(tiny: Mo
     assert sizes[1] < sizes[0]
 
 
-def test_end_token_frees_the_row_of_the_request(tiny: Model):
+def test_end_token_frees_the_cache_row_of_the_request(tiny: Model):
     prompt = [65, 66, 67]
     (whole,) = Decoder(tiny, "slabs", **ONE_STEP).generate([prompt], [30])
     end = next(token for token in whole if whole.index(token) > 1)

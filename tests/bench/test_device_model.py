@@ -67,7 +67,7 @@ def made_up_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def test_fit_recovers_the_coefficients_of_synthetic_rows():
+def test_fit_recovers_the_coefficients_of_synthetic_step_times():
     found = fit_rows(made_up_rows())
     assert found.mean_error < 1e-3
     assert max(abs(point.error) for point in found.points) < 0.01
@@ -76,7 +76,7 @@ def test_fit_recovers_the_coefficients_of_synthetic_rows():
             assert asdict(found.coefficients)[name] == pytest.approx(value, rel=0.05), name
 
 
-def test_fit_finds_the_slowdown_of_each_block_size():
+def test_fit_of_the_device_model_finds_the_slowdown_of_each_block_size():
     rows, model = made_up_rows(), DeviceModel("", MODELS["opt-13b"], TRUE)
     work = StepWork(32, 32 * 512, 0, 0, 0, 32, 32)
     longer = work._replace(context_tokens=32 * 1024)
@@ -88,14 +88,15 @@ def test_fit_finds_the_slowdown_of_each_block_size():
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
         [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
-    # The rows of attention kernels do not become points.
+    # Timings of attention kernels determine only the slowdowns: they are not among the fitted
+    # points.
     assert len(found.points) == len(made_up_rows())
     fitted = replace(model, coefficients=by)
     more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
     assert more == pytest.approx(2 * fitted.kv_seconds(work))
 
 
-def test_fit_of_the_recorded_steps_has_small_errors():
+def test_device_model_fitted_to_recorded_steps_has_small_errors():
     recorded = fit_rows(read_rows(RECORDED))
     assert recorded.mean_error < 0.06
     assert max(abs(point.error) for point in recorded.points) < 0.16
@@ -105,8 +106,9 @@ def test_fit_of_the_recorded_steps_has_small_errors():
 @pytest.mark.parametrize(
     ("shape", "case"), [("llama-3.1-8b", "A"), ("llama-3.1-8b", "B"), ("qwen3-0.6b", "B")]
 )
-def test_modelled_runs_take_as_long_as_recorded_runs(shape: str, case: str):
-    """Compare with cases A and B of `bench.throughput`, which the fit does not use."""
+def test_device_model_predicts_the_times_of_recorded_runs(shape: str, case: str):
+    """The test compares with cases A and B of `bench.throughput`, which are not part of the fitted
+    data."""
     path = RECORDED.parent.parent / "results" / "throughput_nvidia-h200.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     of_case = (row for row in rows if (row["case"], row["model"]) == (case, shape))
@@ -117,7 +119,8 @@ def test_modelled_runs_take_as_long_as_recorded_runs(shape: str, case: str):
 
 
 def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
-    """Return the modelled seconds of `Engine.generate` for prompts and outputs of these lengths."""
+    """Return the seconds that the device model predicts for `Engine.generate`, with prompts and
+    outputs of these lengths."""
     scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
     padding, seq_id_counter = Padding(make_buckets(256, 8192)), count()
     for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -130,7 +133,7 @@ def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float
     return seconds
 
 
-def test_results_of_step_times_replace_the_rows_in_recorded_steps(
+def test_device_model_is_fitted_to_result_files_instead_of_shipped_step_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rows = made_up_rows()
@@ -147,7 +150,7 @@ def test_results_of_step_times_replace_the_rows_in_recorded_steps(
         fit.cache_clear()
 
 
-def test_other_gpus_are_scaled_by_their_peak_rates():
+def test_device_model_scales_other_gpus_by_their_peak_rates():
     here, there = device_model("opt-13b"), device_model("opt-13b", "a100-40gb")
     many, long = (32, 1000.0), [2048]
     decode_ratio = there.decode_seconds(*many) / here.decode_seconds(*many)
@@ -168,7 +171,7 @@ def test_other_gpus_are_scaled_by_their_peak_rates():
         ("opt-175b", 346e9, 264, 60_100),
     ],
 )
-def test_opt_shapes_have_the_sizes_that_the_paper_states(
+def test_opt_model_shapes_have_the_sizes_that_the_paper_states(
     shape: str, weights: float, kv_gib: int, slots: int
 ):
     model = MODELS[shape]

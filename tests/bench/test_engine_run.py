@@ -91,7 +91,7 @@ def test_engine_serves_a_trace_in_real_time(
 
 
 class Clock:
-    """A replacement of `time` whose clock advances only while the engine waits or sleeps."""
+    """Replace the module `time` by a clock that advances only while the engine waits or sleeps."""
 
     def __init__(self, start: float):
         self.now = start
@@ -148,7 +148,7 @@ def test_simulator_and_engine_have_the_same_request_times(
     clock = Clock(time.monotonic())
 
     def build_modelled(config: EngineConfig) -> EngineParts:
-        """Return the parts of an engine whose scheduler uses only 20 blocks of the pool."""
+        """Return `EngineParts` with a scheduler that uses only 20 blocks of the pool."""
         parts = build_parts(config)
         few = dataclasses.replace(parts.runtime_config, num_blocks=21)
         runner = ModelledRunner(parts.runner, clock)
@@ -172,7 +172,7 @@ def test_simulator_and_engine_have_the_same_request_times(
     assert real.memory == pytest.approx(simulated.memory, abs=3)
 
 
-def test_server_is_idle_after_a_run_that_gives_up(servers: Callable[..., Server]):
+def test_server_is_idle_after_a_run_that_stops_early(servers: Callable[..., Server]):
     server, trace = servers("orca_oracle"), make_trace(60, 0.4)
     run = run_on_engine(server, trace, give_up_at=1e-6)
     assert run.gave_up
@@ -181,7 +181,9 @@ def test_server_is_idle_after_a_run_that_gives_up(servers: Callable[..., Server]
     assert run_on_engine(server, trace[:3]).num_finished == 3
 
 
-def test_next_conversation_round_includes_the_previous_answer(servers: Callable[..., Server]):
+def test_prompt_of_the_next_conversation_round_contains_the_previous_answer(
+    servers: Callable[..., Server],
+):
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(2.0, 90, 2, ((0, 0, 90),))]
     work = EngineWorkload(rounds, "ours", 1, None, 256)
     before = work.prompt(1)
@@ -190,5 +192,5 @@ def test_next_conversation_round_includes_the_previous_answer(servers: Callable[
     assert work.prompt(1) == [*before[:40], 7, 8, 9, *before[43:]]
     assert work.prompt(0) == before[:40]
     run = run_on_engine(servers("ours", prefix_caching=True), rounds)
-    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    # 69 tokens are computed. Four full blocks of 16 tokens are cached.
     assert run.num_hit_tokens == 64

@@ -33,7 +33,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize("batching", ["static", "slabs"])
-def test_decoder_serves_a_trace_as_requests_arrive(batching: str, tiny: Model):
+def test_contiguous_decoder_serves_the_requests_of_a_trace_as_they_arrive(
+    batching: str, tiny: Model
+):
     decoder = Decoder(tiny, batching, num_slots=2, **DECODER)
     decoder.generate([[1]], [2])  # compiles the programs
     trace = [TraceRequest(arrival, 3, 10) for arrival in (0.0, 0.01, 0.2)]
@@ -48,7 +50,7 @@ def test_decoder_serves_a_trace_as_requests_arrive(batching: str, tiny: Model):
     assert decoder.num_unfinished == 0
 
 
-def test_decoder_gives_up_above_the_latency_limit(tiny: Model):
+def test_contiguous_decoder_stops_a_run_early_above_the_latency_limit(tiny: Model):
     decoder = Decoder(tiny, "slabs", num_slots=1, **DECODER)
     trace = [TraceRequest(0.0, 3, 100) for _ in range(50)]
     served = run_on_decoder(decoder, trace, give_up_at=1e-5)
@@ -73,7 +75,7 @@ def test_sustained_rate_is_the_rate_at_which_latency_exceeds_the_threshold():
     assert row["threshold_s"] == 0.2
 
 
-def test_interrupted_search_reuses_recorded_runs(tmp_path: Path):
+def test_interrupted_rate_search_reuses_recorded_runs(tmp_path: Path):
     served = []
 
     def serve(trace: Sequence[TraceRequest], limit: float | None) -> Served:
@@ -92,7 +94,7 @@ def test_interrupted_search_reuses_recorded_runs(tmp_path: Path):
     assert len(served) == 4
 
 
-def test_ratios_compare_systems_with_the_same_lengths():
+def test_ratios_compare_systems_with_the_same_request_lengths():
     rows = [
         {"lengths": "sharegpt", "system": "ours", "sustained_per_s": 6.0},
         {"lengths": "sharegpt", "system": "orca_max", "sustained_per_s": 2.0},
@@ -122,14 +124,14 @@ def test_engine_and_contiguous_decoder_give_the_same_answers():
 
 
 @pytest.mark.parametrize("case", paging_cost.CASES)
-def test_requests_of_a_case_have_at_most_max_len_tokens(case: str):
+def test_requests_of_a_benchmark_case_have_at_most_max_len_tokens(case: str):
     work = paging_cost.work_of(case, 0.1, 100, 512, seed=0)
     assert len(work.prompts) == len(work.outputs) > 0
     pairs = zip(work.prompts, work.outputs, strict=True)
     assert all(len(prompt) + output <= 512 and output >= 1 for prompt, output in pairs)
 
 
-def test_systems_cannot_be_measured_before_jpaged_sets_the_threshold(
+def test_other_systems_cannot_be_measured_before_jpaged_sets_the_latency_threshold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     given = ["--quick", "--system", "orca_max", "--lengths", "alpaca", "--output", str(tmp_path)]

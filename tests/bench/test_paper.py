@@ -49,7 +49,8 @@ def run_figure(number: str, folder: Path) -> dict[str, Any]:
 
 
 def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
-    """Return the value of `ours` of each row; the keys are the row's values of `names`."""
+    """Return a dict with the column `ours` of each row. The key of a row consists of its columns
+    `names`."""
     rows = document["rows"]
     found = {tuple(row[name] for name in names): row["ours"] for row in rows}
     assert len(found) == len(rows), f"several rows have the same {names}"
@@ -57,7 +58,8 @@ def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
 
 
 def rates(document: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Check each latency curve against the threshold; return the rates by panel and by system."""
+    """Check each latency curve against the latency threshold. Return the sustained rates by panel
+    and by system."""
     found = {}
     for panel in document["panels"]:
         for sustained in panel["systems"].values():
@@ -139,7 +141,7 @@ def test_figure_12_jpaged_sustains_the_highest_rate(tmp_path: Path):
     for systems in rates(document).values():
         assert list(systems) == list(published.SYSTEMS)
         assert systems["ours"] >= 0.95 * max(systems.values())
-        # The search of a quick run is only accurate to a factor of 1.5.
+        # In a quick run, the searched rate is only accurate to a factor of 1.5.
         assert systems["fastertransformer"] <= 1.5 * min(systems.values())
         assert systems["orca_max"] <= systems["orca_oracle"]
     assert document["device"] == "simulated NVIDIA H200"
@@ -191,7 +193,7 @@ def test_figure_17_runs_with_and_without_a_prefix_cache(tmp_path: Path):
     assert systems["ours"] > max(systems[name] for name in published.ORCAS)
 
 
-def test_figure_18a_times_two_kernels_or_reports_not_measured(
+def test_figure_18a_times_two_attention_kernels_or_says_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     document = run_figure("18a", tmp_path / "quick")
@@ -248,7 +250,7 @@ def test_figure_all_makes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(list(tmp_path.glob("*.json"))) == len(listed)
 
 
-def test_device_search_starts_at_the_simulated_rate(monkeypatch: pytest.MonkeyPatch):
+def test_rate_search_on_a_device_starts_at_the_simulated_rate(monkeypatch: pytest.MonkeyPatch):
     served = []
 
     def run(case, rate, seed, settings, give_up_at):
@@ -297,7 +299,7 @@ def test_systems_are_measured_at_their_simulated_sustained_rates(
 
 
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
-def test_search_finds_the_rate_at_the_threshold_from_either_side(knee: float, guess: float):
+def test_search_finds_the_rate_at_the_latency_threshold_from_either_side(knee: float, guess: float):
     rate, tried = measures.search(lambda rate: rate / knee, 1.0, guess, 1.25, 0.02)
     assert knee / 1.02 <= rate < knee
     assert all(latency == at / knee for at, latency in tried.items())
@@ -309,7 +311,7 @@ def test_search_raises_if_the_latency_does_not_cross_the_threshold():
         measures.search(lambda rate: 0.5, 1.0, 2.0, 1.25, 0.02)
 
 
-def test_most_excess_bounds_the_error_of_a_measured_rate():
+def test_estimated_maximum_error_bounds_the_error_of_a_measured_rate():
     threshold, seconds = 0.5, 100.0
 
     # Requests have 10 tokens each, and are served in order of arrival, 5 requests per second.
@@ -326,14 +328,14 @@ def test_most_excess_bounds_the_error_of_a_measured_rate():
 
 
 @pytest.mark.parametrize(("threshold", "rate"), [(1.0, 3.0), (30.0, None), (0.01, None)])
-def test_crossing_of_a_threshold_is_interpolated_between_points(
+def test_rate_where_latency_crosses_the_threshold_is_interpolated(
     threshold: float, rate: float | None
 ):
     curve = ((1.0, 0.1), (2.0, 0.1), (4.0, 10.0), (5.0, 20.0))
     assert measures.crossing(curve, threshold) == pytest.approx(rate)
 
 
-def test_ratio_to_a_range_is_1_inside_the_range():
+def test_ratio_of_a_value_to_a_range_is_1_inside_the_range():
     assert compared(4.0, 3.0) == {"paper": "4", "ours": 3.0, "ratio": 0.75}
     assert compared((1.7, 2.7), 2.0)["ratio"] == 1.0
     assert compared((1.7, 2.7), 3.4)["ratio"] == pytest.approx(3.4 / 2.7)
@@ -391,7 +393,7 @@ def test_invalid_options_are_refused_before_any_run(
 
 @pytest.mark.parametrize("script", ["paper", "serving"])
 @pytest.mark.parametrize("package", ["aiohttp", "tabulate"])
-def test_missing_bench_extra_is_a_one_line_error(script: str, package: str, tmp_path: Path):
+def test_missing_bench_packages_give_a_one_line_error(script: str, package: str, tmp_path: Path):
     code = f"import sys; sys.modules[{package!r}] = None"
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     root = str(Path(bench.__file__).parent.parent)

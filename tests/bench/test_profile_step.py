@@ -41,7 +41,7 @@ def write_trace(folder: Path, *kernels: dict) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMATS])
-def test_profile_reports_kernels_and_the_lower_bound_of_a_step_by_format(
+def test_profile_reports_kernels_and_the_lower_bound_of_a_step_for_each_format(
     form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     made, recorded = [], []
@@ -52,9 +52,9 @@ def test_profile_reports_kernels_and_the_lower_bound_of_a_step_by_format(
 
     def profile(engine: Any, batch: int, context: int, steps: int, folder: Path) -> dict:
         assert (context, steps) == (512, 2)
-        first = [  # These kernels are the first of two steps.
+        first = [  # the kernels of the first of two traced steps
             make_event("gemm_fusion_7_1", 10, 6),
-            # The kernel overlaps with the first GEMM for 2 us.
+            # This norm kernel overlaps with the first GEMM for 2 us.
             make_event("add_rms_norm_to_fp8<x>", 14, 4),
             make_event("gemm_fusion_8", 20, 8),
         ]

@@ -63,7 +63,7 @@ def test_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "- simulated NVIDIA H200; traces of 3600 s, seeds 7; commit " in page
 
 
-def test_render_changes_only_the_text_between_markers():
+def test_updating_the_readme_changes_only_the_text_between_markers():
     rendered = render_figures(f"before\n{BEGIN}\nstale\n{END}\nafter")
     assert rendered.startswith(f"before\n{BEGIN}\n|")
     assert rendered.endswith(f"|\n{END}\nafter")

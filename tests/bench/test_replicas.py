@@ -8,7 +8,7 @@ from bench.replicas import OUTPUT_LEN, Answered, answer, median_of, row_of
 from jpaged import Engine
 
 
-def test_throughput_of_n_replicas_is_n_times_that_of_one():
+def test_benchmark_assumes_that_n_replicas_have_n_times_the_throughput_of_one():
     row = row_of(8, replica=Answered(2.0, 1e-3), shared=Answered(1.0, 2e-3))
     assert row["replicas_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN / 2)
     assert row["shared_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN)
@@ -17,7 +17,9 @@ def test_throughput_of_n_replicas_is_n_times_that_of_one():
     assert (row["replica_host_ms_a_step"], row["shared_host_ms_a_step"]) == (1.0, 2.0)
 
 
-def test_engine_run_reports_wall_time_and_host_time(kept_engines: Callable[..., Engine]):
+def test_benchmark_reports_wall_time_and_host_time_of_an_engine(
+    kept_engines: Callable[..., Engine],
+):
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     engine = kept_engines(skip_tokenizer_init=True, num_blocks=129, **options)
     found = [answer(engine, 3, seed=0), median_of(engine, 2, repeats=1)]

@@ -63,7 +63,8 @@ async def share(target: Target) -> Report:
 
 
 def run_against(handler: Handler, run: Callable[[Target], Awaitable[Any]] = share) -> Any:
-    """Start a server that answers every request by `handler`; return the result of `run`."""
+    """Start a server that answers every request with `handler`. Call `run`, and return its
+    result."""
 
     async def serve() -> Any:
         app = web.Application()
@@ -124,7 +125,7 @@ def test_client_sends_a_streaming_completion_request():
         ),
     ],
 )
-def test_failed_answers_have_an_error(events: list, status: int, error: str):
+def test_answers_of_failed_requests_have_an_error(events: list, status: int, error: str):
     answer, _ = ask(events, status)
     assert answer.error is not None
     assert answer.error.startswith(error)
@@ -160,7 +161,8 @@ def test_client_reads_events_split_across_chunks():
 
 def test_client_reports_its_processor_load_and_event_loop_lag():
     async def answer(request: web.Request) -> web.Response:
-        # The sleep delays the client too, because both run in the same event loop here.
+        # The sleep delays the client too, because server and client share an event loop in this
+        # test.
         time.sleep(0.2)
         return web.Response(text="")
 
@@ -170,7 +172,7 @@ def test_client_reports_its_processor_load_and_event_loop_lag():
     assert figures["client_lag_ms_p99"] > 50
 
 
-def test_busy_or_late_client_is_reported_as_the_limit(
+def test_benchmark_warns_if_a_busy_or_late_client_limits_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     def warning_of(busy: float, lag: float) -> str:
@@ -200,7 +202,7 @@ def test_answers_of_client_processes_are_merged_in_request_order():
         ([], 1024),
     ],
 )
-def test_default_request_length_is_half_of_max_model_len(answer: object, expected: int):
+def test_default_number_of_tokens_is_half_of_max_model_len(answer: object, expected: int):
     async def models(request: web.Request) -> web.Response:
         return web.json_response(answer)
 

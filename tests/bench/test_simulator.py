@@ -38,10 +38,9 @@ def make_trace(rate: float, seconds: float = 20.0, seed: int = 0) -> list[TraceR
 
 
 def num_tokens_once(run: Run, trace: list[TraceRequest], width: int, *, is_apart: bool) -> int:
-    """Return how many tokens a run computes if it recomputes none.
-
-    The last token of a sequence is never computed. The samples of a request share the prompt except
-    its last token, unless `is_apart`, which means that each is a separate request.
+    """Return how many tokens a run computes if it recomputes none. The last token of a sequence is
+    never computed. The samples of a request share the prompt except its last token. With
+    `is_apart`, each sample is a separate request, and they share nothing.
     """
     prompts = np.array([request.prompt_len for request in trace])
     outputs = np.array([request.output_len for request in trace])
@@ -71,7 +70,7 @@ def test_simulation_conserves_tokens_and_time(name: str):
     once = num_tokens_once(run, trace, width, is_apart=system != "ours")
     assert run.num_computed_tokens - run.num_recomputed_tokens == once
     has_preempted = system == "ours" and "swap" not in options.values()
-    # At this rate, the pool of "ours" is too small, so it preempts requests.
+    # At this request rate, the pool is too small for the system "ours", so it preempts requests.
     assert (run.num_preemptions > 0) == (system == "ours")
     assert (run.num_recomputed_tokens > 0) == has_preempted
     assert (run.swapped_bytes > 0) == ("swap" in options.values())
@@ -115,7 +114,7 @@ def test_single_request_takes_one_step_per_prompt_chunk_and_token():
 
 
 @pytest.mark.parametrize("system", ["ours", "orca_max"])
-def test_memory_held_is_the_mean_over_busy_time(system: str):
+def test_mean_of_held_memory_counts_only_the_time_of_steps(system: str):
     trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
@@ -147,7 +146,7 @@ def test_step_waits_until_its_blocks_are_swapped_in():
     assert late.busy_seconds > fast.busy_seconds + 0.1 * late.num_preemptions / 2
 
 
-def test_simulation_gives_up_early_only_above_the_latency_limit():
+def test_simulation_stops_early_only_above_the_latency_limit():
     trace = make_trace(60, 8)
     options: dict[str, Any] = {"num_slots": 512, **SMALL}
     whole = simulate(trace, "ours", DEVICE, **options)
@@ -172,11 +171,11 @@ def test_simulator_finds_prefixes_across_requests_and_rounds():
     # The second prompt begins with the first prompt and its answer.
     rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(9.0, 90, 2, ((0, 0, 90),))]
     run = simulate(rounds, "ours", DEVICE, prefix_caching=True, **options)
-    # Of the 69 computed tokens, four whole blocks of 16 are cached.
+    # 69 tokens are computed. Four full blocks of 16 tokens are cached.
     assert run.num_hit_tokens == 64
 
 
-def test_systems_that_reserve_more_run_smaller_batches():
+def test_systems_that_reserve_more_memory_run_smaller_batches():
     trace = make_trace(16, 8)
     batches = [
         simulate(trace, system, DEVICE, num_slots=1024, **SMALL).mean_batch_of_steps

@@ -25,7 +25,7 @@ jpaged: warming up took 0.50 s
 """
 
 
-def test_start_time_is_split_into_phases_and_other_time():
+def test_start_up_time_is_split_into_phases_and_other_time():
     found = phases(STDERR, 8.0)
     assert list(found.values()) == pytest.approx([1.5, 0.25, 2.0, 0.1, 3.0, 0.5, 0.65])
     assert sum(found.values()) == pytest.approx(8.0)
@@ -40,7 +40,7 @@ def test_startup_row_says_whether_the_target_is_reached():
     assert not row("warm", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
 
 
-def test_each_format_and_number_of_gpus_has_a_row_and_a_target(tmp_path: Path):
+def test_each_format_and_number_of_gpus_has_a_result_row_and_a_target(tmp_path: Path):
     kinds = [Kind("llama-3.1-8b", form, count) for form, count in (("fp8", 1), ("bf16", 2))]
     rows = [row("cold", kind, {"first_token_s": 44.0}) for kind in kinds]
     assert [(it["to_reach"], it["vllm"]) for it in rows] == [(45, None), (60, None)]
@@ -51,7 +51,7 @@ def test_each_format_and_number_of_gpus_has_a_row_and_a_target(tmp_path: Path):
 
 
 @pytest.mark.parametrize("shape", UNRECORDED)
-def test_unrecorded_shapes_have_no_autotuning_record(shape: str):
+def test_shapes_listed_as_unrecorded_have_no_autotuning_record(shape: str):
     model = make_abstract_model(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
     for path in AUTOTUNING_DIR.iterdir():
         assert not read_record(path).covers(SplitModel.of(model).leaves, {8})

@@ -27,7 +27,7 @@ def engine(kept_engines: Callable[..., Engine]) -> Engine:
     return kept_engines(skip_tokenizer_init=True, num_blocks=129, **OPTIONS)
 
 
-def test_every_size_that_fits_in_the_pool_has_a_result_row(engine: Engine):
+def test_every_measured_size_that_fits_in_the_pool_has_a_result_row(engine: Engine):
     sizes = Sizes(
         decode=((2, 40), (8, 300), (9, 40)),
         prefill=((2, 20), (2, 40), (9, 1)),
@@ -66,7 +66,7 @@ def test_attention_is_timed_at_every_block_size(monkeypatch: pytest.MonkeyPatch)
     assert all(row["seconds"] > 0 and row["context_tokens"] == 96 for row in rows)
 
 
-def test_context_tokens_of_a_row_are_those_that_the_timed_steps_read(
+def test_result_row_has_the_number_of_context_tokens_that_the_timed_steps_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[int] = []
@@ -87,11 +87,12 @@ def test_context_tokens_of_a_row_are_those_that_the_timed_steps_read(
     assert row is not None
     steps = seen[step_times.WARM_TURNS :]
     assert len(steps) == 8
-    # The numbers may differ by two tokens per sequence: one step in flight, and rounding.
+    # The two numbers may differ by two tokens per sequence: one because of a step in flight, and
+    # one because of rounding.
     assert abs(row["context_tokens"] - sum(steps) / 8) <= 4 * 2
 
 
-def test_unequal_prefill_steps_are_refused(engine: Engine):
+def test_benchmark_refuses_to_average_unequal_prefill_steps(engine: Engine):
     for _ in range(engine.runtime_config.max_num_seqs + 1):  # one request must wait
         engine.add_request([65] * 60)
     with pytest.raises(RuntimeError, match="the steps differ: use smaller sizes"):
@@ -99,7 +100,7 @@ def test_unequal_prefill_steps_are_refused(engine: Engine):
     assert not engine.has_unfinished_requests
 
 
-def test_new_run_replaces_the_rows_of_the_same_kinds():
+def test_new_run_replaces_the_recorded_rows_of_the_same_kinds():
     pairs = [("decode", 1), ("decode", 2), ("swap_in", 3), ("decode", 4)]
     *old, last = ({"kind": kind, "block_size": 16, "seconds": it} for kind, it in pairs)
     new = [last]

@@ -17,14 +17,15 @@ def engine(kept_engines: Callable[..., Engine]) -> Engine:
     return kept_engines(max_num_seqs=8, max_model_len=512, num_blocks=400)
 
 
-def test_schema_of_fields_has_20_required_fields():
+def test_benchmark_schema_has_20_properties_which_are_all_required():
     assert len(FIELDS["properties"]) == len(FIELDS["required"]) == 20
 
 
 @pytest.mark.full
-def test_answers_that_stop_match_their_schema(engine: Engine):
+def test_answers_with_finish_reason_stop_match_their_schema(engine: Engine):
     row = structured.shares(engine, SIZE)
-    # The number of answers that end by themselves depends on the processor.
+    # The exact number of answers that end by themselves depends on the CPU model, because of
+    # rounding.
     assert row["stop"] == row["valid"] >= 0.8 * row["answers"]
     assert row["length"] == row["beginnings"]
     assert row["stop"] + row["length"] == row["answers"] == 50
@@ -33,14 +34,15 @@ def test_answers_that_stop_match_their_schema(engine: Engine):
 def test_answers_that_break_the_schema_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     schemas = structured.published()
     types = {"type": "string", "maxLength": 3}, {"type": "null"}
-    # The engine generates by the first schema, and the validator checks by the second.
+    # The engine constrains the answers with the first schema. The validator checks them against the
+    # second.
     published = iter([dict.fromkeys(schemas, it) for it in types])
     monkeypatch.setattr(structured, "published", lambda: next(published))
     row = structured.shares(engine, SIZE._replace(answers=4))
     assert (row["stop"], row["valid"]) == (4, 0)
 
 
-def test_tables_of_masks_and_speeds_have_all_rows(engine: Engine):
+def test_result_tables_for_masks_and_speeds_have_all_rows(engine: Engine):
     rows = structured.masks(engine, SIZE)
     assert [row["schemas"] for row in rows] == ["published", "fields", "unbounded"]
     for row in rows:
@@ -62,7 +64,7 @@ def test_tables_of_masks_and_speeds_have_all_rows(engine: Engine):
     assert cases["unconstrained"]["of_before"] == cases["unconstrained"]["free_of_before"] == 1
 
 
-def test_every_part_of_the_host_time_is_counted(engine: Engine):
+def test_benchmark_measures_every_part_of_the_hosts_step_time(engine: Engine):
     of_masks = {"masks", "start", "thread_tokens", "process_accept", "process_masks"}
     for row in structured.parts(engine, SIZE):
         assert {it for it in of_masks if row[it] > 0} == (

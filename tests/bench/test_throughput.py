@@ -38,7 +38,7 @@ def test_reported_run_is_the_median_of_the_runs_after_the_first(
 
 
 def engine_of(model: Any, mesh: Any, **options: Any) -> Any:
-    """Return an object with the fields of an engine that `Floor.of` reads."""
+    """Return a stand-in for an engine, with the fields that `Floor.of` reads."""
     leaves = SplitModel.of(make_abstract_model(model, jnp.bfloat16, mesh)).leaves
     account = SimpleNamespace(weights=per_device_bytes(leaves))
     return SimpleNamespace(
@@ -58,7 +58,7 @@ def test_two_tensor_parallel_devices_halve_the_lower_bound(shape: str):
         assert seconds(each) == pytest.approx(seconds(alone) / 2, rel=1e-3)
 
 
-def test_fp8_weights_and_cache_lower_the_lower_bound():
+def test_lower_bound_of_the_step_time_is_smaller_with_fp8_weights_and_kv_cache():
     floors = {}
     for form in FORMATS:
         options = FORMATS[form]
@@ -73,7 +73,7 @@ def test_fp8_weights_and_cache_lower_the_lower_bound():
     assert narrow.kv_bytes_per_token == cache.kv_bytes_per_token == wide.kv_bytes_per_token / 2
     assert weights.kv_bytes_per_token == wide.kv_bytes_per_token
     assert narrow.flops_per_token == wide.flops_per_token
-    # The weights of a layer's GEMMs; norms do not count.
+    # the weights of the GEMMs of a layer, without the norms
     a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert wide.flops_per_token == 2 * 32 * a_layer
     assert wide.head_flops == 2 * 128256 * 4096
@@ -82,7 +82,7 @@ def test_fp8_weights_and_cache_lower_the_lower_bound():
         rel=1e-6,
         # The numbers are not exactly equal, because the scales of the FP8 KV cache are weights too.
     )
-    # The lower bounds with which vLLM's FP8 results are compared.
+    # These lower bounds are compared with vLLM's FP8 results.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)
     assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.1)

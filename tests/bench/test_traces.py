@@ -18,8 +18,8 @@ def test_mean_lengths_after_clipping_are_those_of_the_paper(name: str, seed: int
     prompts, outputs = np.array(_lengths(trace)).T
     assert len(prompts) == pytest.approx(100_000, rel=0.02)
     for drawn, mean in zip((prompts, outputs), MEAN_LENGTHS[name], strict=True):
-        # Allow four standard errors. The standard deviation of such lengths is at most 1.31 times
-        # their mean.
+        # The mean may differ by four standard errors. The standard deviation of these lengths is at
+        # most 1.31 times their mean.
         assert drawn.mean() == pytest.approx(mean, rel=4 * 1.31 / math.sqrt(len(drawn)))
         assert np.median(drawn) < 0.75 * mean, "right-skewed"
     assert min(prompts.min(), outputs.min()) >= 1

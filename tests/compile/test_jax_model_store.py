@@ -1,4 +1,5 @@
-"""The program store knows a user's functions by their traces, and never serves an old program."""
+"""Test that the program store identifies a user's functions by their traces, and never returns the
+program of an older version."""
 
 import gc
 import json
@@ -72,7 +73,8 @@ def changed(**options: Any) -> JaxModel:
 def recipes(
     model: JaxModel, max_num_seqs: int = 16, speculation: SpeculativeConfig | None = None
 ) -> Mapping[Any, Recipe]:
-    """Return the recipes of an engine with a model, by name."""
+    """Return a dict from program names to compilation inputs (`Recipe`), for an engine that serves
+    `model`."""
     plan = plan_jax_model(model, params(), DEVICE)
     split = SplitModel.of(plan.abstract_model)
     split = replace(split, digests=plan.digests())
@@ -82,7 +84,7 @@ def recipes(
     return {it.name: it for it in Recipes(split, shapes, config)}
 
 
-def test_equal_functions_have_equal_keys():
+def test_equal_model_functions_have_equal_keys_in_the_program_store():
     found = recipes(changed(factor=2.0)), recipes(changed(factor=2.0))
     for name in (DECODE, SCORE):
         assert found[0][name].key == found[1][name].key
@@ -104,14 +106,14 @@ CHANGES: dict[str, tuple[JaxModel, tuple[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_function_has_another_key(name: str):
+def test_changed_model_function_has_another_key_in_the_program_store(name: str):
     model, program = CHANGES[name]
     assert recipes(model)[program].key != recipes(MODEL)[program].key
     if name == "other number of tokens":
         assert recipes(model)[DECODE].key == recipes(MODEL)[DECODE].key
 
 
-def test_digest_names_the_parameters_that_a_function_uses():
+def test_program_key_depends_on_which_parameters_a_model_function_uses():
     both = [recipes(changed(names=names))[DECODE].key for names in ("qqv", "kkv")]
     assert both[0] != both[1]
 
@@ -129,7 +131,7 @@ def test_digests_are_freed_with_the_last_reference():
 
 
 @pytest.mark.full
-def test_digest_covers_the_rows_of_every_program(monkeypatch: pytest.MonkeyPatch):
+def test_program_keys_are_computed_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     called: list[tuple[str, int]] = []
 
     def spy(name: str, method: Callable[..., Any]) -> None:
@@ -141,7 +143,8 @@ def test_digest_covers_the_rows_of_every_program(monkeypatch: pytest.MonkeyPatch
 
     spy("__call__", JaxDecoder.__call__)
     spy("logits", JaxDecoder.logits)
-    # 48 sequences of 8 tokens: 240 rows of logits, then 144.
+    # 48 sequences with 8 tokens each have 384 rows of logits, which the program computes in two
+    # parts: 240 and 144.
     found = recipes(MODEL, 48, SpeculativeConfig(num_speculative_tokens=7))
     assert {kind for kind, _ in found} >= {"verify", "decode", "prefill", "prompt_logprobs"}
     for recipe in found.values():
@@ -152,7 +155,7 @@ def test_digest_covers_the_rows_of_every_program(monkeypatch: pytest.MonkeyPatch
         assert set(called) <= {("__call__", num_tokens), *(("logits", each) for each in rows)}
 
 
-def test_function_that_cannot_be_exported_is_traced_at_each_start(tmp_path: Path):
+def test_model_function_that_cannot_be_exported_is_traced_at_each_start(tmp_path: Path):
     def printing(*arguments: Any) -> Any:
         jax.debug.print("a step")
         return forward(*arguments)

@@ -40,7 +40,8 @@ def make_scheduler(
     pressure: PreemptionPolicy | None = None,
     by_priority: bool = False,
 ) -> Scheduler:
-    """Return a scheduler. `digest` names the hash function of its prefix cache; None: no cache."""
+    """Return a scheduler. `digest` names the hash function of the prefix cache; with None, the
+    scheduler has no prefix cache."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, by_priority)
     cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
     return Scheduler(config, BlockManager(num_blocks, block_size, cache), pressure)
@@ -81,9 +82,9 @@ def make_requests(*sizes: tuple[int, int]) -> list[Request]:
 
 
 class Driver:
-    """Run a scheduler's plans on the fake device, in bursts of `burst` plans.
+    """Run the plans of a scheduler on the fake device, `burst` plans per launch.
 
-    The results of a burst are read after `lag` more bursts have been launched.
+    The driver reads the results of a launch after `lag` later launches.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.failed: list[tuple[Request, Exception]] = []
         self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}  # by sample: "name", "name/1", "name/2"
+        self.streams: dict[str, list[int]] = {}  # keys name a sample: "name", "name/1", "name/2"
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -114,7 +115,8 @@ class Driver:
             self.streams[_stream_name(sequence)] = []
 
     def step(self) -> StepPlan | None:
-        """Plan and launch one burst, read a burst if due, and return the first new plan."""
+        """Plan and launch `burst` steps, read the results of an older launch if they are due, and
+        return the first new plan."""
         plan = self._plan()
         for _ in range(self.burst - 1):
             self._plan()
@@ -142,7 +144,7 @@ class Driver:
         return plan
 
     def read(self) -> list[EmittedToken]:
-        """Pass the results of the oldest step in flight to the scheduler."""
+        """Pass the results of the oldest unread step to the scheduler."""
         emitted, _, failed = self.scheduler.update(*self.in_flight.popleft())
         self.failed += failed
         for sequence, request, token_id, _ in emitted:
@@ -181,14 +183,16 @@ class Driver:
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Reset the prefix cache. Delete the KV of free blocks unless a swap-out must read it."""
+        """Reset the prefix cache. The fake device also deletes the KV of free blocks, except of
+        blocks that a swap-out must read."""
         self.scheduler.reset_prefix_cache()
         entries = [r.swap_entry for r in self.scheduler.unfinished_requests if r.swap_entry]
         if all(entry.swap_entry_id in self.device.swap_entries for entry in entries):
             self.device.spoil(self.scheduler.block_manager.pool)
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until all requests have finished, then check the streams and the pool."""
+        """Run steps until all requests have finished. Then check their tokens, and check that all
+        blocks are free."""
         for _ in range(max_steps):
             if not (self.scheduler.has_unfinished_requests or self.in_flight):
                 break
@@ -235,7 +239,7 @@ class Driver:
 
 
 def driver_of(*requests: Request, lag: int = 0, **limits) -> Driver:
-    """Return a driver of a scheduler with `limits`, to which the requests are added."""
+    """Return a driver whose scheduler has the options `limits` and contains the given requests."""
     driver = Driver(make_scheduler(**limits), lag)
     for request in requests:
         driver.add(request)
@@ -243,7 +247,7 @@ def driver_of(*requests: Request, lag: int = 0, **limits) -> Driver:
 
 
 def fresh_search(search: BeamSearch) -> BeamSearch:
-    """Return a new beam search with the same options, which has not begun."""
+    """Return a new beam search with the options of `search`."""
     return BeamSearch(
         search.width,
         length_penalty=search.length_penalty,

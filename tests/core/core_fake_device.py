@@ -1,4 +1,5 @@
-"""A fake device that checks which KV each step reads, and functions that compute expected tokens.
+"""A fake device that checks that each step reads the right KV, and functions that compute the
+expected tokens.
 
 The device stores a checksum instead of the KV of a token. The checksum depends on all tokens of the
 sequence up to this token. It also depends on the cache salt if prefixes are shared, otherwise on
@@ -63,13 +64,15 @@ def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[
 
 
 def kv_of(origin: str, token_ids: list[int]) -> list[int]:
-    """Return the checksums that stand for the KV of the tokens of a sequence."""
+    """Return one checksum per token of a sequence. The fake device stores it instead of the token's
+    KV."""
     start = zlib.crc32(origin.encode())
     return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
 
 
 class FakeDevice:
-    """Device state (slots, block tables, last tokens), on which `launch` runs steps."""
+    """Hold the state of a fake device: slots, block tables and last tokens. `launch` runs a step on
+    this state."""
 
     def __init__(
         self, block_size: int, max_num_seqs: int, shares: bool = False, num_host_blocks: int = 0
@@ -83,7 +86,8 @@ class FakeDevice:
         self.history: dict[int, list[int]] = {}  # all tokens of every sequence, by seq_id
 
     def launch(self, plan: StepPlan) -> tuple[np.ndarray, BeamCandidates | None]:
-        """Run a step, and return the sampled tokens (garbage in rows that do not sample)."""
+        """Run a step, and return one token per row. The token is meaningless in rows that do not
+        sample."""
         for seq_id in plan.released_seq_ids:
             del self.tables[seq_id]  # this raises KeyError for a sequence without a row
             self.last_tokens.pop(seq_id, None)
@@ -122,7 +126,8 @@ class FakeDevice:
         return 10**6
 
     def spoil(self, pool: BlockPool) -> None:
-        """Delete the KV in free blocks. No step may read it after a reset of the prefix cache."""
+        """Delete the KV in free blocks, which no step may read after a reset of the prefix
+        cache."""
         for block_id in pool.free_block_queue:
             for offset in range(self.block_size):
                 self.slots.pop(block_id * self.block_size + offset, None)
@@ -210,7 +215,7 @@ class FakeDevice:
 
 
 def _offers(plan: StepPlan) -> BeamCandidates | None:
-    """Return the candidates of each row if the plan has beams."""
+    """Return the candidate tokens of each row if the plan has a beam search."""
     if all(row.sequence.request.beam is None for row in plan.scheduled):
         return None
     rows = [candidates_of(row.sequence.token_ids) for row in plan.scheduled]

@@ -1,4 +1,4 @@
-"""Injects random faults into calls of the scheduler."""
+"""Make random calls of the scheduler's functions fail."""
 
 import random
 from collections import Counter
@@ -35,7 +35,8 @@ class Injector:
 
     @contextmanager
     def faults(self, seed: int, sites: list[FaultSite]) -> Iterator[None]:
-        """Let calls of the functions in `sites` fail at random, each with the site's rate."""
+        """While the context is active, let calls of the functions in `sites` fail at random, with
+        the rate of each site."""
         self._pick = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
             for site in sites:
@@ -45,7 +46,7 @@ class Injector:
 
     @contextmanager
     def spared(self, owner: Any, name: str) -> Iterator[None]:
-        """Inject no fault during calls of this function."""
+        """Decorate a function, so that no fault is injected while it runs."""
         target = getattr(owner, name)
 
         def wrapper(*args: Any, **options: Any) -> Any:

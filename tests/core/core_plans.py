@@ -1,4 +1,5 @@
-"""Convert plans, pools and block tables to short tuples and lists that tests compare."""
+"""Convert step plans, block pools and block tables to short tuples and lists, which tests can
+compare."""
 
 from core_driver import Driver
 

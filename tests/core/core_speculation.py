@@ -1,4 +1,5 @@
-"""A fake device and a driver for speculative decoding, with drafts that are right at random."""
+"""A fake device and a driver for speculative decoding. Each draft token is right with a random
+chance."""
 
 import random
 import zlib
@@ -34,7 +35,8 @@ class RandomSpeculation(Speculation):
 
 
 class SpeculativeDevice(FakeDevice):
-    """A fake device that proposes, verifies and accepts drafts, and stops rows at their limits.
+    """A fake device that proposes, verifies and accepts drafts, and writes no token past the slots
+    that the plan allows a row.
 
     Attributes:
         acceptance: Probability that a draft is the token that the model samples.
@@ -64,7 +66,8 @@ class SpeculativeDevice(FakeDevice):
         return np.array([self._accept(row, plan.num_drafts) for row in plan.scheduled]), None
 
     def _propose(self, sequence: Sequence, num_drafts: int) -> list[int]:
-        """Return up to `num_drafts` drafts for free slots of the row; some of them are wrong."""
+        """Return at most `num_drafts` drafts, and only as many as the row has free slots for. Some
+        drafts are wrong."""
         seq_id = sequence.seq_id
         tokens, drafts = list(self.history.get(seq_id, sequence.token_ids)), []
         noise = random.Random(zlib.crc32(repr((seq_id, len(tokens))).encode()))
@@ -145,7 +148,8 @@ class SpeculativeDevice(FakeDevice):
         return NO_DRAFT
 
     def _accept(self, row: ScheduledSequence, num_drafts: int) -> list[int]:
-        """Return all tokens of a row of a verify step. `_sample` has sampled the first one."""
+        """Return all tokens that a row of a verify step emits. `_sample` has sampled the first of
+        these tokens."""
         seq_id = row.sequence.seq_id
         drafts, history = self.drafts[seq_id], self.history[seq_id]
         if seq_id in self.stopped:

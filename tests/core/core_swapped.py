@@ -4,8 +4,8 @@ from core_driver import Driver, driver_of, make_request
 
 from jpaged.core.swap import PreemptionCosts, PreemptionMode, PreemptionPolicy
 
-# With these costs, swapping is cheaper than recomputing for some lengths of the tests' sequences,
-# and more expensive for other lengths.
+# With these costs, swapping is cheaper than recomputing for some sequences of the tests. For
+# others, it is more expensive.
 COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 SWAP = PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=8)
 

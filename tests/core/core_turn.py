@@ -9,7 +9,8 @@ from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Check that the request that is served first finishes within a maximum number of steps.
+    """Check that the request that the scheduler serves first finishes within a maximum number of
+    steps.
 
     With the throughput goal, steps that contain only prompts of other requests do not count.
     """
@@ -32,10 +33,10 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def _fills_up_with_others(self, plan: StepPlan) -> bool:
-        """Return whether the step's token budget is spent on prompts of other requests only."""
+        """Return whether prompts of other requests use the whole token budget of the step."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        # Ignore the first row: it may recompute tokens that follow its prompt.
+        # Ignore the first row, because it may recompute generated tokens.
         new = plan.scheduled[1:]
         no_row_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
         is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT

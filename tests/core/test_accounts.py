@@ -64,7 +64,7 @@ def test_memory_report_counts_slots_after_the_last_token_as_fragmented():
     driver.step()
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 1, 1, 0, 8), 2)
-    driver.scheduler.abort("1")  # the step of request 1 is still in flight
+    driver.scheduler.abort("1")  # the host has not read the step of request 1 yet
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 0, 2, 0, 8), 2)
     assert block_map(driver.scheduler)[2].request_ids == ("1",)
@@ -94,7 +94,7 @@ def test_memory_report_counts_shared_prompt_blocks_once():
     assert slots(report) == (8 + 3 * 1, 3 * 3, 0, 0, 5 * 4)
 
 
-def test_block_map_names_all_requests_that_share_a_block():
+def test_block_map_lists_all_requests_that_share_a_block():
     first = make_request("1", list(range(9)), max_tokens=5)
     driver = driver_of(first, num_blocks=11, digest="xxh3")
     driver.step()
@@ -106,7 +106,7 @@ def test_block_map_names_all_requests_that_share_a_block():
     assert memory_report(driver.scheduler).shared_savings == pytest.approx(2 / 6)
 
 
-def test_pinned_blocks_count_as_used_but_not_as_shared_savings():
+def test_pinned_blocks_count_as_used_but_save_no_slots_by_sharing():
     driver = driver_of(make_request("1", 9, max_tokens=1), num_blocks=5, digest="xxh3")
     driver.run()
     manager = driver.scheduler.block_manager
@@ -129,13 +129,14 @@ def test_memory_report_counts_host_blocks():
     assert {r for info in block_map(driver.scheduler).values() for r in info.request_ids} == {"1"}
 
 
-def test_memory_report_does_not_change_later():
+def test_fields_of_a_memory_report_cannot_be_assigned():
     with pytest.raises(FrozenInstanceError):
         memory_report(make_scheduler()).num_blocks = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_accounts(scheduler: Scheduler) -> None:
-    """Check the block map and the memory report against slots counted from the block tables."""
+    """Count the slots in the block tables, and check that the block map and the memory report have
+    the same numbers."""
     manager, infos = scheduler.block_manager, block_map(scheduler)
     size, block_counts = manager.block_size, manager.pool.block_counts()
     assert [*infos] == list(range(1, block_counts.total + 1))
@@ -162,7 +163,8 @@ def check_accounts(scheduler: Scheduler) -> None:
 
 
 def _count_slots(scheduler: Scheduler) -> tuple[set, set]:
-    """Return the slots (block_id, offset) that hold a token, and those that may hold one later."""
+    """Return two sets of slots (block_id, offset): the slots that hold a token, and the slots that
+    are reserved for later tokens."""
     size = scheduler.block_manager.block_size
     filled, fillable = set(), set()
     for sequence in scheduler.sequences.by_id.values():
@@ -187,7 +189,7 @@ def _check_info(info: BlockInfo, filled: set, block_size: int, num_pins: int) ->
 
 
 class AccountedMachine(SchedulerMachine):
-    """Check block map and memory report after each step of the scheduler's random work."""
+    """Run random requests, and check the block map and the memory report after each step."""
 
     @invariant()
     def accounts_add_up(self):

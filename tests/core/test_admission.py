@@ -1,4 +1,5 @@
-"""Test which changes of a full pool let a waiting request fit that was refused before."""
+"""Test which events in a full block pool let the scheduler admit a waiting request that did not fit
+before."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ PROMPT = list(range(10))  # three blocks
 
 @dataclass
 class WaitingQueue:
-    """The first waiting request, and a sequence that holds the blocks that this request needs."""
+    """A queue whose first request waits for blocks, and a sequence that holds these blocks."""
 
     manager: BlockManager
     admission: Admission
@@ -36,7 +37,7 @@ class WaitingQueue:
         self.head.live_sequences.pop()
 
     def end_running_request(self) -> None:
-        """End the running request. It has no blocks, but one free block was reserved for it."""
+        """End the running request. It holds no block, but one free block was reserved for it."""
         self.running.discard(self.running.first)
 
     def register_prefix(self) -> None:
@@ -44,7 +45,8 @@ class WaitingQueue:
 
 
 CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
-    # (change, prompt, number of samples): the request lacks one block until the change.
+    # (a method of `WaitingQueue` that frees or saves one block, prompt of the waiting request, its
+    # number of samples). Before the call, the pool has one block too few for the request.
     (WaitingQueue.free_block, PROMPT, 1),
     (WaitingQueue.replace_head, PROMPT, 1),
     (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),
@@ -72,7 +74,7 @@ def make_queue(prompt: list[int], num_samples: int, *, spares: bool) -> WaitingQ
 
 @pytest.mark.parametrize(("change", "prompt", "num_samples"), CHANGES)
 @pytest.mark.parametrize("is_swapped", [False, True])
-def test_refused_request_fits_as_soon_as_its_blocks_are_free(
+def test_waiting_request_is_admitted_as_soon_as_enough_blocks_are_free(
     change: Callable[[WaitingQueue], None], prompt: list[int], num_samples: int, is_swapped: bool
 ):
     queue = make_queue(prompt, num_samples, spares=change is WaitingQueue.end_running_request)

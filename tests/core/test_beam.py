@@ -19,18 +19,18 @@ def first_step(search: BeamSearch, row: dict[int, float], max_tokens: int = 8):
     return search.advance([[]], [0.0], *candidates(row), max_tokens=max_tokens)
 
 
-def test_the_first_step_forks_the_prompt():
+def test_first_step_of_a_beam_search_forks_the_prompt():
     beams = first_step(BeamSearch(2), {5: -0.5, 6: -1.0, 7: -1.5})
     assert beams == [Continuation(0, 5, -0.5), Continuation(0, 6, -1.0)]
 
 
-def test_best_continuations_win_regardless_of_their_beam():
+def test_best_continuations_are_kept_even_if_all_extend_the_same_beam():
     rows = candidates({5: -2.0, 6: -3.0}, {7: -0.25, 8: -0.5})
     beams = BeamSearch(2).advance([[1], [2]], [-0.5, -1.0], *rows, max_tokens=8)
     assert beams == [Continuation(1, 7, -1.25), Continuation(1, 8, -1.5)]
 
 
-def test_ties_are_broken_by_beam_and_then_by_candidate():
+def test_equal_scores_are_ordered_by_beam_and_then_by_candidate():
     rows = candidates({5: -0.5, 6: -0.5}, {7: -0.5, 8: -0.5})
     beams = BeamSearch(3).advance([[1], [2]], [-1.0, -1.0], *rows, max_tokens=8)
     assert [(beam.parent, beam.token_id) for beam in beams] == [(0, 5), (0, 6), (1, 7)]
@@ -84,7 +84,7 @@ def two_answers_and_a_beam(**options) -> tuple[BeamSearch, list[Continuation]]:
     return search, first_step(search, {END: -1.0, 8: -2.0, 5: -3.0, 6: -4.0}, max_tokens=4)
 
 
-def test_search_ends_when_no_beam_beats_its_worst_answer():
+def test_beam_search_ends_when_no_beam_beats_its_worst_answer():
     search, beams = two_answers_and_a_beam()
     assert beams == []
     assert [answer.score for answer in search.hypotheses] == [-1.0, -2.0]
@@ -93,9 +93,8 @@ def test_search_ends_when_no_beam_beats_its_worst_answer():
 
 
 def answers_around_a_beam(**options) -> list[Continuation]:
-    """Return the beams of a search with complete answers of log-probability -1 and -2.5.
-
-    The best beam has the log-probability -2.25, between the two answers.
+    """Return the beams of a search that has two complete answers, with log-probabilities -1 and
+    -2.5. The best beam has the log-probability -2.25.
     """
     search = BeamSearch(2, end_token_ids=frozenset({END}), **options)
     first_step(search, {END: -1.0, 5: -1.5, 6: -2.0}, max_tokens=4)
@@ -125,7 +124,7 @@ def test_never_early_stopping_ends_only_if_no_longer_answer_can_be_better():
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=-1.0)[1] == []
 
 
-def test_better_answer_replaces_the_worst():
+def test_better_complete_answer_replaces_the_worst_one():
     search, beams = two_answers_and_a_beam(early_stopping="never")
     rows = candidates({END: -0.5, 5: -1.0}, {5: -1.0, 6: -9.0})
     search.advance([[5], [6]], [beam.score for beam in beams], *rows, max_tokens=4)
@@ -139,7 +138,7 @@ def test_width_one_search_is_greedy_with_any_early_stopping():
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
 
 
-def test_vocabulary_smaller_than_the_width_gives_fewer_beams_and_answers():
+def test_vocabulary_smaller_than_the_beam_width_gives_fewer_beams_and_answers():
     search = BeamSearch(4, end_token_ids=frozenset({END}))
     beams = first_step(search, {5: -0.5, END: -1.0, 6: -1.5, 7: -np.inf, 8: np.nan}, 2)
     assert [beam.token_id for beam in beams] == [5, 6]
@@ -147,7 +146,7 @@ def test_vocabulary_smaller_than_the_width_gives_fewer_beams_and_answers():
     assert [answer.output_token_ids for answer in search.hypotheses] == [(5, 5), (END,)]
 
 
-def test_search_ends_when_every_continuation_ends():
+def test_beam_search_ends_when_every_continuation_ends():
     search = BeamSearch(3, end_token_ids=frozenset({END}))
     assert first_step(search, {END: 0.0}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]

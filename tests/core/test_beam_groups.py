@@ -49,7 +49,7 @@ def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
 
 
-def test_search_forks_beams_copies_blocks_and_drops_beams():
+def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
@@ -114,7 +114,7 @@ def test_a_beam_waits_until_its_step_is_read(lag: int):
     driver.run()
 
 
-def test_an_end_token_ends_the_search():
+def test_end_tokens_in_all_beams_end_the_search():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver, max_tokens=9, early_stopping=True, end_token_ids=frozenset({7, 8}))
     driver.run()
@@ -123,7 +123,7 @@ def test_an_end_token_ends_the_search():
     assert len(driver.plans) == 3
 
 
-def test_search_waits_until_all_beams_were_computed():
+def test_beam_search_waits_until_all_beams_were_computed():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=1))
     add_search(driver)
     while not driver.plans or not driver.plans[-1].scheduled[0].is_sampled:
@@ -137,7 +137,8 @@ def test_search_waits_until_all_beams_were_computed():
 
 
 def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
-    """Return a driver that has preempted request 2 while a step with its two beams is in flight."""
+    """Return a driver that has preempted request 2 before the host has read a step with the two
+    beams of this request."""
     scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
     driver = Driver(scheduler, lag=1)
     driver.add(make_request("1", 2, max_tokens=11))
@@ -199,7 +200,7 @@ def test_reading_a_step_of_swapped_out_beams_drops_blocks_of_the_swap_entry():
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_search_can_be_aborted_while_preempted_with_steps_in_flight(mode: PreemptionMode):
+def test_beam_search_can_be_aborted_while_preempted_with_unread_steps(mode: PreemptionMode):
     driver = preempted_in_flight(PreemptionPolicy(mode, 8))
     driver.scheduler.abort("2")
     driver.scheduler.check_integrity()
@@ -210,7 +211,7 @@ def test_search_can_be_aborted_while_preempted_with_steps_in_flight(mode: Preemp
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("budget", [1, 4, 16])
-def test_search_can_be_aborted_at_any_time(lag: int, num_steps: int, budget: int):
+def test_beam_search_can_be_aborted_at_any_time(lag: int, num_steps: int, budget: int):
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=budget), lag)
     add_search(driver)
     for _ in range(num_steps):
@@ -221,7 +222,7 @@ def test_search_can_be_aborted_at_any_time(lag: int, num_steps: int, budget: int
     assert num_free(driver) == 10
 
 
-def test_nan_logits_end_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_nan_logits_end_a_beam_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
     nothing = BeamCandidates(np.arange(3, dtype=np.int32), np.full(3, np.nan, np.float32))
     monkeypatch.setattr(core_fake_device, "candidates_of", lambda token_ids: nothing)
     driver = Driver(make_scheduler())

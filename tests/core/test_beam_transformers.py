@@ -41,9 +41,9 @@ def torch_thread() -> Iterator[None]:
 
 @functools.cache
 def tables():
-    """Return random logits for each position and previous token, [positions, V, V].
-
-    If the logits did not depend on the position, reordered token pairs would have equal scores.
+    """Return random logits for each position and previous token, [positions, V, V]. The logits
+    depend on the position, because otherwise two orders of the same token pairs would have equal
+    scores.
     """
     import torch
 
@@ -92,7 +92,8 @@ def table_model() -> Any:
 def answers_of_transformers(
     prompts: list[list[int]], width: int, max_tokens: int, ends, **options
 ) -> list[Answers]:
-    """Return the answers of each prompt, best first; greedy search gives no scores (None)."""
+    """Return the answers of `transformers` to each prompt, best first. Greedy search gives no
+    scores: they are None."""
     import torch
 
     result = table_model().generate(
@@ -190,7 +191,7 @@ def all_options():
         keep=lambda width, max_tokens: (max_tokens == 20) == (width % 2 == 1),
     ),
 )
-def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: int):
+def test_beam_search_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: int):
     seen = Counter()
     for options, ends in all_options():
         compare(PROMPTS, width, max_tokens, ends, seen, **options)
@@ -205,7 +206,7 @@ def test_answers_and_scores_equal_those_of_transformers(width: int, max_tokens: 
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_single_prompts_give_the_answers_of_transformers(width: int):
+def test_beam_search_of_single_prompts_gives_the_same_answers_as_transformers(width: int):
     seen = Counter()
     for number, (options, ends) in enumerate(all_options()):
         compare([[number % VOCAB, 7]], width, 9, ends, seen, **options)

@@ -1,4 +1,5 @@
-"""Compare random work on the block manager with a naive model that predicts every block id."""
+"""Call the block manager at random, and compare each block id with a naive model of the block
+manager."""
 
 from collections import Counter
 

@@ -14,7 +14,7 @@ def make(seq_id: int = 0) -> Sequence:
 
 
 def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockChanges:
-    """Append tokens and count them as computed."""
+    """Append tokens to a sequence, and mark these tokens as computed."""
     changes = manager.append(sequence, num_tokens)
     sequence.num_computed_tokens += num_tokens
     return changes
@@ -106,7 +106,7 @@ def test_check_integrity_finds_a_wrong_reference_count():
         manager.check_integrity([])
 
 
-def test_longer_prefix_is_looked_up_after_partial_eviction():
+def test_longer_prefix_is_found_again_after_a_partial_eviction():
     manager, sequence = BlockManager(8, 2, PrefixCache(2)), Sequence(0, [1, 2, 3, 4, 5, 6], 6)
     grow(manager, sequence, 4)
     manager.register_full_blocks(sequence, 4)

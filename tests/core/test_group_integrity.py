@@ -35,7 +35,7 @@ from jpaged.core.swap import PreemptionMode, PreemptionPolicy
         "running.live_sequences[0].num_in_flight_steps = 9",
     ],
 )
-def test_check_integrity_finds_damage_in_groups(damage: str):
+def test_check_integrity_finds_damage_in_requests_with_several_samples(damage: str):
     requests = (
         make_request("1", 4, max_tokens=7),
         make_request("2", 4, max_tokens=4, seq_id=10, n=2),
@@ -69,7 +69,7 @@ def end_running_sequence(scheduler: Scheduler) -> None:
     scheduler.block_manager.free(sequence)
 
 
-def test_check_integrity_counts_rows_by_group():
+def test_check_integrity_counts_batch_rows_per_request():
     request = make_request("1", 4, n=3, seq_id=10)
     driver = driver_of(request, max_num_seqs=3)
     driver.step()

@@ -10,7 +10,7 @@ from jpaged.core.request import FinishReason, Sequence
 
 def test_samples_share_the_prompt_and_copy_its_last_block():
     driver = driver_of(make_request("1", 6, max_tokens=4, seq_id=10, n=3), block_size=4)
-    plan = the(driver.step())  # the prompt's last token is left to each sample
+    plan = the(driver.step())  # each sample computes the last token of the prompt itself
     assert shape(plan) == [(10, 0, 5, False)]
     assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
     assert tables(driver, "1") == [[1, 2], [], []]
@@ -28,7 +28,7 @@ def test_samples_share_the_prompt_and_copy_its_last_block():
     assert len({tuple(stream) for stream in driver.streams.values()}) == 3
 
 
-def test_many_groups_fork_in_one_step():
+def test_many_requests_fork_their_samples_in_one_step():
     driver = Driver(make_scheduler(300, 4, max_num_seqs=144, max_num_batched_tokens=144))
     for name in "123456789":
         driver.add(make_request(name, 3, max_tokens=3, seq_id=16 * int(name), n=16))
@@ -60,7 +60,7 @@ def test_samples_share_all_prompt_tokens_except_the_last(
     driver.run()
 
 
-def test_samples_of_a_cached_prompt_join_without_row_forks():
+def test_samples_of_a_cached_prompt_start_without_copying_a_batch_row():
     driver = driver_of(make_request("1", list(range(9)), max_tokens=1), block_size=4, digest="xxh3")
     driver.run()
     driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
@@ -73,7 +73,7 @@ def test_samples_of_a_cached_prompt_join_without_row_forks():
     driver.run()
 
 
-def test_sample_that_ends_early_frees_its_block_and_row():
+def test_sample_that_ends_early_frees_its_block_and_batch_row():
     driver = Driver(make_scheduler(block_size=4, max_num_seqs=2))
     driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=2))
     driver.add(make_request("2", 2, max_tokens=2))
@@ -107,7 +107,7 @@ def test_ending_a_sample_twice_changes_only_its_finish_reason():
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, FinishReason.ERROR), (2, FinishReason.STOP)])
-def test_new_finish_reason_of_an_only_sample_becomes_that_of_the_request(
+def test_new_finish_reason_of_a_single_sample_becomes_the_finish_reason_of_the_request(
     n: int, expected: FinishReason
 ):
     driver = driver_of(make_request("1", 3, max_tokens=4, seq_id=10, n=n))
@@ -122,7 +122,7 @@ def test_new_finish_reason_of_an_only_sample_becomes_that_of_the_request(
     driver.scheduler.check_integrity()
 
 
-def test_step_with_a_small_budget_computes_part_of_a_group():
+def test_step_with_a_small_token_budget_computes_only_some_samples_of_a_request():
     driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=2))
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
@@ -136,7 +136,7 @@ def test_step_with_a_small_budget_computes_part_of_a_group():
     driver.run()
 
 
-def test_overlapped_loop_plans_samples_before_it_reads_their_steps():
+def test_scheduler_plans_the_next_step_of_samples_before_it_reads_the_previous_one():
     driver = driver_of(make_request("1", 6, max_tokens=3, seq_id=10, n=2), lag=1, block_size=4)
     plans = [driver.step() for _ in range(4)]
     assert [shape(plan) for plan in plans] == [
@@ -150,7 +150,7 @@ def test_overlapped_loop_plans_samples_before_it_reads_their_steps():
     driver.run()
 
 
-def test_preempted_group_recomputes_its_common_prefix_and_forks():
+def test_preempted_samples_recompute_their_common_prefix_once_and_fork():
     driver = Driver(make_scheduler(block_size=2, num_blocks=8))
     driver.add(make_request("1", 3, max_tokens=8))
     driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
@@ -197,7 +197,7 @@ def driver_with_waiting_forks() -> Driver:
 
 
 @pytest.mark.parametrize(("ended", "expected"), [(None, [(10, 11), (10, 12)]), (1, [(10, 12)])])
-def test_forks_wait_for_blocks(ended: int | None, expected: list[tuple[int, int]]):
+def test_forked_samples_wait_for_free_blocks(ended: int | None, expected: list[tuple[int, int]]):
     driver = driver_with_waiting_forks()
     if ended is not None:
         driver.scheduler.finish_sequence(samples(driver, "1")[ended], FinishReason.ABORT)
@@ -207,7 +207,7 @@ def test_forks_wait_for_blocks(ended: int | None, expected: list[tuple[int, int]
     driver.run()
 
 
-def test_samples_join_without_row_forks_if_the_parent_ends_before_the_fork():
+def test_samples_start_without_copying_a_batch_row_if_their_parent_ends_before_the_fork():
     driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()
@@ -219,7 +219,7 @@ def test_samples_join_without_row_forks_if_the_parent_ends_before_the_fork():
     driver.run()
 
 
-def test_group_waits_until_rows_for_all_samples_are_free():
+def test_request_waits_until_batch_rows_for_all_its_samples_are_free():
     driver = Driver(make_scheduler(max_num_seqs=4))
     driver.add(make_request("1", 2, max_tokens=2, n=2, seq_id=10))
     driver.add(make_request("2", 2, max_tokens=2, n=3, seq_id=20))
@@ -232,7 +232,7 @@ def test_group_waits_until_rows_for_all_samples_are_free():
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(6, "waiting"), (7, "running")])
-def test_group_joins_only_if_all_its_samples_fit(num_blocks: int, expected: str):
+def test_request_is_admitted_only_if_all_its_samples_fit(num_blocks: int, expected: str):
     # Request 2 needs two blocks and a copy of its partly filled block. One more must stay free.
     requests = make_request("1", 5, 3), make_request("2", 6, 2, n=2, seq_id=10)
     driver = driver_of(*requests, num_blocks=num_blocks)
@@ -241,7 +241,7 @@ def test_group_joins_only_if_all_its_samples_fit(num_blocks: int, expected: str)
     driver.run()
 
 
-def test_refused_group_joins_after_one_of_its_samples_ends():
+def test_waiting_request_is_admitted_after_one_of_its_samples_ends():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 5, max_tokens=3))
     driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
@@ -253,7 +253,7 @@ def test_refused_group_joins_after_one_of_its_samples_ends():
     driver.run()
 
 
-def test_no_request_joins_while_a_running_request_waits_for_blocks():
+def test_no_request_is_admitted_while_a_running_request_waits_for_blocks():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
     driver.add(make_request("2", 5, seq_id=20))

@@ -64,7 +64,7 @@ def test_negative_priority_is_accepted_with_priority_scheduling():
     ],
 )
 @pytest.mark.parametrize("mode", PreemptionMode)
-def test_the_largest_group_that_fits_runs_to_its_end(
+def test_largest_request_with_several_samples_that_fits_the_pool_finishes(
     group: int | BeamSearch,
     prompt: int,
     max_tokens: int,
@@ -89,7 +89,7 @@ def test_the_largest_group_that_fits_runs_to_its_end(
             group_driver(needed - 1)
     group_driver(needed).run()
     driver = group_driver(needed)
-    for name in "2345":  # more urgent requests preempt the group
+    for name in "2345":  # more urgent requests preempt the request with several samples
         for _ in range(3):
             driver.step()
         driver.add(make_request(name, min(needed * block_size, 12), max_tokens=1))
@@ -100,7 +100,8 @@ def test_the_largest_group_that_fits_runs_to_its_end(
 def group_request(
     name: str, prompt: int | list[int], max_tokens: int, group: int | BeamSearch, **options
 ) -> Request:
-    """Return a request with `group` samples, or with a beam search of the same width as `group`."""
+    """Return a request. If `group` is a number, the request has this many samples; if it is a
+    `BeamSearch`, the request has a new beam search of the same width."""
     if isinstance(group, int):
         return make_request(name, prompt, max_tokens, n=group, seq_id=10, **options)
     search = BeamSearch(group.width)
@@ -108,7 +109,8 @@ def group_request(
 
 
 def driver_with_pins(num_blocks: int) -> Driver:
-    """Return a driver whose block manager has pinned a prefix of twelve zeros in three blocks."""
+    """Return a driver. Its block manager has pinned three blocks, which hold a prefix of twelve
+    tokens 0."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")
     driver.run()
@@ -119,11 +121,11 @@ def driver_with_pins(num_blocks: int) -> Driver:
 
 @pytest.mark.parametrize(
     ("group", "prompt", "max_tokens", "needed"),
-    # The last case shares two of the pinned blocks.
+    # In the last case, the request shares two of the pinned blocks.
     [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],
     ids=str,
 )
-def test_pinned_prefix_reduces_the_needed_blocks_by_the_shared_blocks(
+def test_request_with_a_pinned_prefix_needs_fewer_additional_blocks(
     group: int | BeamSearch, prompt: int, max_tokens: int, needed: int
 ):
     request = group_request("2", [0] * prompt, max_tokens, group)
@@ -153,7 +155,7 @@ def test_pin_that_leaves_too_few_blocks_for_a_request_is_refused():
     driver.run()
 
 
-def test_pinned_block_of_one_sample_does_not_reduce_the_blocks_of_its_group():
+def test_pinned_block_of_one_sample_does_not_reduce_the_blocks_of_its_request():
     request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
     driver = driver_of(request, num_blocks=10, digest="xxh3")
     while len(driver.streams["1"]) < 4:

@@ -117,7 +117,7 @@ def test_blocks_after_an_evicted_parent_are_not_found():
         manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
 
 
-def test_hit_returns_the_oldest_block_with_the_tokens():
+def test_cache_hit_returns_the_oldest_block_with_the_same_tokens():
     manager = make_manager(6)
     first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
     for sequence in (first, second):
@@ -130,7 +130,7 @@ def test_hit_returns_the_oldest_block_with_the_tokens():
     manager.check_integrity([second, taken])
 
 
-def test_tokens_that_the_host_has_not_read_are_not_cached():
+def test_tokens_that_the_host_has_not_read_from_the_device_are_not_cached():
     manager = make_manager()
     sequence = join(manager, LETTERS[:12], is_read=False)
     manager.register_full_blocks(sequence, 7)
@@ -143,7 +143,7 @@ def test_tokens_that_the_host_has_not_read_are_not_cached():
     assert hits(manager, LETTERS[:13]) == [1, 2]
 
 
-def test_running_sequences_add_no_blocks_after_a_cache_reset():
+def test_running_sequences_add_no_blocks_to_the_prefix_cache_after_a_reset():
     manager = make_manager()
     free(manager, join(manager, LETTERS[:8]))
     running = join(manager, LETTERS[50:58], seq_id=1)
@@ -185,7 +185,7 @@ def test_pinned_blocks_are_never_evicted():
     free(manager, taken)
 
 
-def test_two_caches_hash_the_same_tokens_differently():
+def test_two_prefix_caches_hash_the_same_tokens_differently():
     digests = set()
     for cache in (PrefixCache(4), PrefixCache(4)):
         manager = BlockManager(5, 4, cache)
@@ -201,7 +201,7 @@ def test_prefix_cache_of_another_block_size_is_refused():
         BlockManager(5, 4, PrefixCache(8))
 
 
-def test_check_integrity_names_holders_of_a_wrong_block():
+def test_check_integrity_names_the_sequences_that_hold_a_wrong_block():
     manager = make_manager()
     sequence = join(manager, LETTERS[:9])
     sequence.token_ids[0] = 99

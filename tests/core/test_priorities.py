@@ -38,7 +38,7 @@ def test_equal_priorities_are_served_in_order_without_preemption():
     assert not any(p.preempted_request_ids for p in driver.plans)
 
 
-def test_urgent_request_preempts_the_least_urgent_for_rows():
+def test_urgent_request_preempts_the_least_urgent_one_if_no_batch_row_is_free():
     driver = make_driver(max_num_seqs=3)
     for name, priority in (("1", 1), ("2", 3), ("3", 2)):
         driver.add(make_request(name, 2, max_tokens=9, priority=priority))
@@ -51,7 +51,7 @@ def test_urgent_request_preempts_the_least_urgent_for_rows():
     driver.run()
 
 
-def test_urgent_request_preempts_the_least_urgent_for_blocks():
+def test_urgent_request_preempts_the_least_urgent_one_if_too_few_blocks_are_free():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.add(make_request("2", 8, max_tokens=4, priority=2))
@@ -114,7 +114,7 @@ def queue_of(
 
 
 @pytest.mark.parametrize("has_fast_front", [False, True])
-def test_queue_stays_sorted(has_fast_front: bool):
+def test_request_queue_stays_sorted(has_fast_front: bool):
     ranks = (0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6)
     queue, requests = queue_of(*ranks, has_fast_front=has_fast_front)
     assert [r.request_id for r in queue] == ["4", "2", "0", "5", "1", "3"]
@@ -132,7 +132,7 @@ def test_queue_stays_sorted(has_fast_front: bool):
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
-def test_queue_integrity_check_finds_wrong_order(ranks: list[tuple[int, int]]):
+def test_integrity_check_finds_a_request_queue_in_the_wrong_order(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival_index = rank
@@ -140,7 +140,7 @@ def test_queue_integrity_check_finds_wrong_order(ranks: list[tuple[int, int]]):
         queue.check_integrity()
 
 
-def test_urgent_requests_get_the_tokens_of_a_step_first():
+def test_urgent_requests_get_the_token_budget_of_a_step_first():
     first = make_request("1", 30, max_tokens=2, priority=1)
     driver = make_driver(first, max_num_batched_tokens=4, num_blocks=30)
     driver.step()
@@ -162,7 +162,7 @@ def test_no_request_is_preempted_if_the_urgent_one_would_not_fit():
     assert [plan.preempted_request_ids for plan in driver.plans if plan.preempted_request_ids] == []
 
 
-def test_blocks_shared_with_victims_are_counted_once():
+def test_blocks_shared_with_preempted_requests_are_counted_once():
     limits = {"num_blocks": 20, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(40)]
@@ -203,7 +203,7 @@ def test_refused_request_is_checked_again_when_its_cached_prefix_grows(lag: int)
     driver.run()
 
 
-def test_blocks_count_as_free_for_an_urgent_request_after_unpinning():
+def test_urgent_request_preempts_a_victim_after_blocks_of_the_victim_are_unpinned():
     limits = {"num_blocks": 21, "max_num_batched_tokens": 128, "max_model_len": 72}
     driver = make_driver(digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(16)]
@@ -223,7 +223,9 @@ def test_blocks_count_as_free_for_an_urgent_request_after_unpinning():
     driver.run()
 
 
-def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
+def test_scheduler_checks_only_once_whether_preempting_would_free_enough_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+):
     driver = make_driver(num_blocks=20, max_num_batched_tokens=128, max_model_len=72)
     driver.add(make_request("1", 40, max_tokens=24))
     driver.add(make_request("2", 16, max_tokens=24, priority=1))
@@ -239,7 +241,8 @@ def test_failed_preemption_check_is_not_repeated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Admission, "measure_fit", record_request)
     for _ in range(4):  # request 2 allocates one block in these steps
         assert the(driver.step()).preempted_request_ids == ()
-    # Request 3 was measured twice: without, and with preempting request 2.
+    # The scheduler has computed twice whether request 3 fits: without preemption, and with
+    # preemption of request 2.
     assert measured == ["3", "3"]
     monkeypatch.undo()
     driver.run()

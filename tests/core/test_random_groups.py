@@ -1,4 +1,5 @@
-"""Run random groups in small pools, with many preemptions and ends, and count rare events."""
+"""Run random requests with several samples in small block pools, with many preemptions and aborts.
+Check that rare events happen."""
 
 import random
 from collections import Counter
@@ -83,7 +84,7 @@ class Tally(Counter[str]):
 
 
 class Work:
-    """Runs a scheduler with the random requests and events of one seed."""
+    """Run a scheduler with random requests and events, which depend on the seed."""
 
     def __init__(self, seed: int, tally: Tally):
         self.random, self.tally, self.goal = random.Random(seed), tally, [*SchedulingGoal][seed % 2]
@@ -176,7 +177,8 @@ class Work:
         )
 
     def prefer_rare(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return all requests, or usually only those that are preempted or have a common prefix."""
+        """Return requests to choose from: usually only preempted requests and requests whose
+        samples have a common prefix, otherwise all."""
         rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 
@@ -210,7 +212,9 @@ class Work:
 @pytest.mark.parametrize(
     ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
 )
-def test_random_groups_in_small_pools_get_the_expected_tokens(num_seeds: int, fewest: int):
+def test_random_requests_with_samples_in_small_pools_get_the_expected_tokens(
+    num_seeds: int, fewest: int
+):
     tally = Tally()
     for seed in range(num_seeds):
         try:

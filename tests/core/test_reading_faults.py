@@ -81,7 +81,7 @@ class FaultyWork(Work):
         return self.faulty
 
 
-def test_random_faults_in_reading_end_only_the_affected_requests():
+def test_random_faults_while_reading_a_step_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     num_lost = 0
     for seed in range(SEEDS):
@@ -127,7 +127,7 @@ def fail_once(target: Any, calls_before: int, is_done: bool) -> Any:
 )
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_fault_in_a_search_ends_no_other_request(
+def test_fault_in_a_beam_search_ends_no_other_request(
     owner: Any, name: str, calls_before: int, is_done: bool, lag: int
 ):
     driver = Driver(make_scheduler(num_blocks=33, max_num_seqs=8), lag)
@@ -147,7 +147,7 @@ def test_fault_in_a_search_ends_no_other_request(
     assert reasons.count(FinishReason.ERROR) == 1
 
 
-def test_beam_without_a_token_ends_its_search():
+def test_beam_search_ends_if_the_model_returns_no_token_for_a_beam():
     search = make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10)
     driver = driver_of(search, make_request("2", 5, max_tokens=9), lag=1, num_blocks=33)
     rows: list[int] = []
@@ -168,7 +168,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # this launches another step, then reads the step that sampled no token
+    driver.step()  # the driver launches another step, then reads the step that sampled no token
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()
@@ -176,7 +176,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     assert driver.requests["2"].sequences[0].num_cached_tokens == 0
 
 
-def test_reading_raises_if_a_fault_leaves_inconsistent_state():
+def test_reading_a_step_raises_if_a_fault_leaves_inconsistent_state():
     driver = Driver(make_scheduler(num_blocks=33))
     driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
 

@@ -28,7 +28,7 @@ def released_rows(driver: Driver) -> list[int]:
     return [seq_id for plan in driver.plans for seq_id in plan.released_seq_ids]
 
 
-def test_aborting_a_waiting_request_releases_no_row():
+def test_aborting_a_waiting_request_releases_no_batch_row():
     driver = driver_of(make_request("1", 2), make_request("2", 2), max_num_seqs=1)
     driver.step()
     finish_once(driver, "2")

@@ -89,10 +89,9 @@ def num_rows(group: int | BeamSearch) -> int:
 def num_needed_blocks(
     scheduler: Scheduler, prompt: list[int], stop: StopCriteria, group: int | BeamSearch
 ) -> int:
-    """Return the maximum number of blocks of a request.
-
-    The last token of a sequence needs no slot. A search shares the full blocks of its prompt, and
-    samples share those of the prompt without its last token.
+    """Return the maximum number of blocks of a request. The last token of a sequence needs no slot.
+    Beams share the full blocks of the prompt. Samples share the full blocks of the prompt without
+    its last token.
     """
     size = scheduler.block_manager.block_size
     longest = min(len(prompt) + stop.max_tokens, scheduler.config.max_model_len)
@@ -148,7 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, limits: dict, lag: int, burst: int, goal: SchedulingGoal, rows_per_free_row: int
     ):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
-        # With the default of ROWS_PER_FREE_ROW, requests never wait for free rows in small batches.
+        # With the default of ROWS_PER_FREE_ROW, requests would never wait for free rows in batches
+        # as small as these.
         self.patch = patch.object(admission, "ROWS_PER_FREE_ROW", rows_per_free_row)
         self.patch.start()
         self.turn = Turn(self.driver)
@@ -163,7 +163,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data(), more=st.lists(st.integers(0, 10), min_size=1, max_size=3))
     def go_on(self, data: st.DataObject, more: list[int]):
-        """Add a request whose prompt is all tokens of an earlier request, followed by `more`."""
+        """Add a request whose prompt consists of all tokens of an earlier request, followed by
+        `more`."""
         earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.requests]))]
         sequence = earlier.sequences[0]
         self.add((sequence.token_ids + more, earlier.stop_criteria, sequence.cache_salt, 1, 0))
@@ -244,7 +245,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
-        """Pin a cached prefix, or expect a refusal if a request would no longer fit."""
+        """Pin a cached prefix. If a request would then no longer fit, check that the pin is
+        refused."""
         scheduler = self.driver.scheduler
         manager, pins = scheduler.block_manager, scheduler.block_manager.pins
         num_blocks = len(prompt) // manager.block_size
@@ -300,7 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.stop()
 
     def check_releases(self) -> None:
-        """Check that plans release each device row once, unless the row is still in use."""
+        """Check that plans release each batch row once, and never a row that is still in use."""
         joined, released, batch = [], [], set[int]()
         for plan in self.driver.plans:
             released += plan.released_seq_ids

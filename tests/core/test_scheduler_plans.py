@@ -17,7 +17,7 @@ def tables(driver: Driver) -> list[list[int]]:
     return [r.sequences[0].block_table for r in driver.scheduler.running]
 
 
-def test_prompt_is_computed_and_then_decoded():
+def test_scheduler_plans_a_prefill_step_and_then_decode_steps():
     driver = driver_of(make_request("1", 6, max_tokens=4), block_size=4)
     plan = the(driver.step())
     assert shape(plan) == [(1, 0, 6, True)]
@@ -46,7 +46,7 @@ def test_chunked_prefill_stays_within_the_token_budget():
     driver.run()
 
 
-def test_mixed_steps_decode_first_and_fill_up_with_chunks():
+def test_mixed_step_has_all_decode_rows_and_fills_up_with_prompt_chunks():
     driver = driver_of(*make_requests((3, 6), (10, 3)), block_size=4, max_num_batched_tokens=6)
     plans = [driver.step() for _ in range(4)]
     assert [shape(p) for p in plans] == [
@@ -56,13 +56,13 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
-    # A step adds the tokens of its chunks, and one sampled token for each finished prompt and each
-    # decode row.
+    # `num_new_tokens` is the number of tokens in prompt chunks, plus one sampled token for each
+    # finished prompt and each decode row.
     assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 
 
-def test_postponed_row_computes_the_same_token_in_a_later_step():
+def test_sequence_postponed_in_one_step_gets_the_same_token_in_a_later_step():
     driver = Driver(make_scheduler(block_size=4, digest="xxh3"), lag=1)
     for name in "12":
         driver.add(make_request(name, 3, max_tokens=6))
@@ -72,7 +72,8 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
-    # The full block of `first` is not registered yet, because its postponed row is computed again.
+    # The full block of `first` is not in the prefix cache yet, because its postponed row is
+    # computed again.
     assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
     assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
@@ -80,7 +81,7 @@ def test_postponed_row_computes_the_same_token_in_a_later_step():
     assert [len(driver.streams[name]) for name in "12"] == [6, 6]
 
 
-def test_overlapped_loop_plans_a_step_before_it_reads_the_previous_step():
+def test_scheduler_can_plan_a_step_before_the_host_reads_the_previous_step():
     driver = driver_of(make_request("1", 3, max_tokens=3), lag=1, block_size=4)
     sequence = driver.requests["1"].sequences[0]
     assert shape(driver.step()) == [(1, 0, 3, True)]
@@ -88,12 +89,12 @@ def test_overlapped_loop_plans_a_step_before_it_reads_the_previous_step():
     assert shape(driver.step()) == [(1, 3, 1, True)]
     assert (len(sequence.token_ids), sequence.num_pending_tokens) == (4, 1)
     assert shape(driver.step()) == [(1, 4, 1, True)]
-    # All max_tokens tokens are planned.
+    # The steps planned so far sample all `max_tokens` tokens.
     assert driver.step() is None
     driver.run()
 
 
-def test_a_stop_token_costs_the_overlapped_loop_one_step():
+def test_request_that_samples_a_stop_token_has_one_more_step_in_flight():
     stop = frozenset(range(11))
     synchronous, overlapped = Driver(make_scheduler()), Driver(make_scheduler(), lag=1)
     for driver in (synchronous, overlapped):
@@ -244,7 +245,7 @@ def test_preempted_request_waits_until_its_token_in_flight_is_read():
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(20))
-def test_decode_fast_path_makes_the_same_plan_as_the_general_path(
+def test_fast_path_for_decode_steps_makes_the_same_plan_as_the_general_path(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
     """Compare both paths on random requests with samples, beams, prefix hits and preemptions."""

@@ -42,7 +42,7 @@ def test_request_computes_only_tokens_after_its_cached_prefix(num_tokens: int):
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (17 + num_tokens, 8)
 
 
-def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
+def test_cached_blocks_that_are_free_count_as_needed_blocks():
     driver = make_driver(num_blocks=5)
     driver.add(make_request("1", PROMPT, max_tokens=1))
     driver.run()
@@ -57,7 +57,7 @@ def test_prefix_hits_of_free_blocks_count_as_needed_blocks():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_blocks_are_registered_when_their_step_is_read(lag: int):
+def test_full_blocks_enter_the_prefix_cache_when_the_host_reads_their_step(lag: int):
     driver = make_driver(lag)
     driver.add(make_request("1", PROMPT, max_tokens=9))
     for _ in range(lag):
@@ -121,7 +121,7 @@ def test_preempted_request_resumes_after_its_cached_blocks():
     driver.run()
 
 
-def test_request_that_reads_no_cached_blocks_adds_its_own_blocks():
+def test_request_that_reads_no_cached_blocks_adds_its_blocks_to_the_cache():
     driver = make_driver()
     for name in "12":
         driver.add(make_request(name, PROMPT, max_tokens=2, scored_from=1))
@@ -136,7 +136,9 @@ def test_request_that_reads_no_cached_blocks_adds_its_own_blocks():
 
 
 @pytest.mark.parametrize(("scored_from", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
-def test_scored_request_takes_only_blocks_before_its_first_score(scored_from: int, num_cached: int):
+def test_request_with_prompt_logprobs_takes_only_cached_blocks_before_the_first_scored_token(
+    scored_from: int, num_cached: int
+):
     """The token before the first scored token must be computed. A block has 4 tokens."""
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))
@@ -150,14 +152,14 @@ def test_waiting_request_fits_when_a_prefix_that_it_shares_is_cached():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
     driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
-    # Request 2 needs four blocks, and one must stay free. Only three are free, so it must share
-    # two.
+    # Request 2 needs four blocks, and one must stay free. Only three are free, so request 2 must
+    # share two cached blocks.
     assert rows(driver.step()) == [(1, 0, 9)]
     assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
     driver.run()
 
 
-def test_refused_first_request_is_checked_again_only_after_a_change(
+def test_waiting_request_is_checked_again_only_after_blocks_were_freed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver = make_driver(num_blocks=8)
@@ -169,8 +171,8 @@ def test_refused_first_request_is_checked_again_only_after_a_change(
     driver.add(make_request("1", PROMPT, max_tokens=14))
     driver.add(make_request("2", [0] * 20, max_tokens=2))
     driver.run()
-    # One lookup each: request 1 joins, request 2 is refused, request 2 joins after request 1 has
-    # ended.
+    # Three lookups: for the admission of request 1, for the refusal of request 2, and for the
+    # admission of request 2 after the end of request 1.
     assert lookups == [1, 2, 2]
 
 

@@ -14,7 +14,7 @@ from jpaged.core.swap import PreemptionMode, PreemptionPolicy
     ("goal", "joined"),
     [(SchedulingGoal.LATENCY, [1, 1, 1]), (SchedulingGoal.THROUGHPUT, [0, 2, 1])],
 )
-def test_waiting_requests_join_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
+def test_waiting_requests_are_admitted_several_at_a_time(goal: SchedulingGoal, joined: list[int]):
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
     for i in range(64 + 3):
@@ -41,7 +41,7 @@ def check_steps(driver: Driver, *expected: dict[int, int]) -> None:
     driver.run()
 
 
-def test_no_row_decodes_in_a_step_that_prompts_fill():
+def test_no_sequence_decodes_in_a_step_that_prompts_fill():
     driver = throughput_driver(6, 6, 6, 6, 6, max_num_seqs=6)
     assert [shape(driver.step()) for _ in range(5)] == [
         [(0, 0, 6, True), (1, 0, 4, False)],
@@ -53,7 +53,7 @@ def test_no_row_decodes_in_a_step_that_prompts_fill():
     driver.run()
 
 
-def test_prompts_that_do_not_fill_a_step_join_decoding_rows():
+def test_prompts_that_do_not_fill_a_step_are_computed_together_with_decode_rows():
     driver = throughput_driver(6, 6, 6)
     check_steps(driver, {0: 6, 1: 4}, {0: 1, 1: 2, 2: 6}, {0: 1, 1: 1, 2: 1})
 
@@ -67,7 +67,7 @@ def test_prompt_longer_than_a_step_is_computed_alone(digest: str | None):
 @pytest.mark.parametrize(
     ("goal", "by_priority"), [(SchedulingGoal.LATENCY, False), (SchedulingGoal.THROUGHPUT, True)]
 )
-def test_latency_goal_or_priorities_decode_all_rows_in_each_step(
+def test_all_sequences_decode_in_each_step_with_the_latency_goal_or_priorities(
     goal: SchedulingGoal, by_priority: bool
 ):
     driver = throughput_driver(6, 6, 6, 6, by_priority=by_priority)
@@ -89,14 +89,14 @@ def test_prompts_fill_a_step_only_if_rows_and_blocks_suffice(limits: dict, secon
     check_steps(throughput_driver(6, 6, 6, 6, **limits), {0: 6, 1: 4}, second)
 
 
-def test_samples_of_one_prompt_do_not_fill_a_step():
+def test_step_with_two_samples_of_one_prompt_counts_the_prompt_once():
     driver = throughput_driver(10, max_num_seqs=8)
     driver.add(make_request("1", 6, seq_id=100, n=2))
     driver.add(make_request("2", 6, seq_id=200))
     check_steps(driver, {0: 10}, {0: 1, 100: 5, 200: 4})
 
 
-def test_no_request_overtakes_a_partly_computed_group():
+def test_no_request_overtakes_a_partly_computed_request_with_two_samples():
     driver = throughput_driver(max_num_seqs=8)
     driver.add(make_request("0", 25, seq_id=0, n=2))
     for name in "234":
@@ -105,7 +105,7 @@ def test_no_request_overtakes_a_partly_computed_group():
 
 
 @pytest.mark.parametrize(("scored_from", "second"), [(None, {0: 1, 1: 8, 2: 1}), (1, {1: 8, 2: 2})])
-def test_cached_tokens_fill_a_step_only_for_requests_that_ignore_the_cache(
+def test_prompts_with_a_common_prefix_fill_a_step_only_if_they_ignore_the_cache(
     scored_from: int | None, second: dict
 ):
     driver = throughput_driver(digest="xxh3")
@@ -122,7 +122,7 @@ def test_prompt_within_one_block_has_no_cached_prefix():
 
 
 @pytest.mark.parametrize("policy", [None, PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=8)])
-def test_preempted_request_alone_does_not_stop_decoding(policy: PreemptionPolicy | None):
+def test_decoding_continues_while_only_preempted_requests_wait(policy: PreemptionPolicy | None):
     driver = throughput_driver(num_blocks=1 + 12, pressure=policy)
     for name, prompt_len, max_tokens in (("0", 3, 20), ("1", 25, 7), ("2", 11, 9)):
         driver.add(make_request(name, prompt_len, max_tokens))
@@ -135,12 +135,12 @@ def test_preempted_request_alone_does_not_stop_decoding(policy: PreemptionPolicy
 
 @pytest.fixture
 def two_free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the number of free batch rows that make a step with prompts worthwhile to 2 of 4."""
+    """Let the scheduler admit prompts only if at least 2 of the 4 batch rows are free."""
     monkeypatch.setattr(admission, "ROWS_PER_FREE_ROW", 2)
 
 
 @pytest.mark.usefixtures("two_free_rows")
-def test_too_few_prompts_do_not_fill_a_step():
+def test_prompts_wait_until_enough_batch_rows_are_free():
     driver = throughput_driver(3, 3, 3)
     driver.step()
     for name in "34":
@@ -149,5 +149,5 @@ def test_too_few_prompts_do_not_fill_a_step():
 
 
 @pytest.mark.usefixtures("two_free_rows")
-def test_partly_computed_prompt_fills_a_step():
+def test_rest_of_a_partly_computed_prompt_fills_a_step():
     check_steps(throughput_driver(3, 3, 27, 9, 9), {0: 3, 1: 3, 2: 4}, {2: 10}, {2: 10})

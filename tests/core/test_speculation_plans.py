@@ -43,7 +43,8 @@ def test_verify_step_reserves_slots_for_all_drafts():
     scheduler = speculative_scheduler(max_model_len=40)
     plan = decoding(scheduler, max_tokens=20)
     assert shape(plan) == [(1, 3, 1, True)]
-    # The last token is in slot 3, and the drafts in the slots 4 to 6 of a second block.
+    # The last token is in slot 3. The drafts are in the slots 4 to 6, which are in the second
+    # block.
     assert (plan.num_drafts, plan.limits, updates(plan)) == (3, (8,), [((1, 2),)])
     [sequence] = scheduler.running["1"].sequences
     assert sequence.block_table == [1, 2]
@@ -52,7 +53,7 @@ def test_verify_step_reserves_slots_for_all_drafts():
     assert (shape(plan), plan.limits, updates(plan)) == ([(1, 4, 1, True)], (12,), [((2, 3),)])
 
 
-def test_update_appends_several_tokens():
+def test_scheduler_update_appends_several_accepted_tokens():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert read(scheduler, plan, [1, 2, 3, REJECTED]) == [1, 2, 3]
@@ -62,7 +63,7 @@ def test_update_appends_several_tokens():
     assert shape(scheduler.schedule()) == [(1, 6, 1, True)]
 
 
-def test_row_that_returned_no_token_is_computed_again():
+def test_row_whose_verify_step_returned_no_token_is_computed_again():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert read(scheduler, plan, [NO_DRAFT] * 4) == []
@@ -109,7 +110,7 @@ def test_sequence_can_be_ended_between_two_accepted_tokens():
     scheduler.check_integrity()
 
 
-def test_limit_of_a_row_excludes_the_last_output_token():
+def test_last_output_token_gets_no_slot_in_a_verify_step():
     """The last output token needs no slot, because no step computes its KV."""
     scheduler = speculative_scheduler(num_drafts=7)
     plan = decoding(scheduler, max_tokens=5)
@@ -126,8 +127,9 @@ def test_row_keeps_its_reserved_blocks_when_drafts_are_rejected():
     assert (updates(plan), plan.limits) == ([()], (8,))
 
 
-def test_waiting_request_takes_reserved_blocks_first():
-    """While a request waits, blocks reserved for drafts are freed and no more are reserved."""
+def test_waiting_request_gets_blocks_that_were_reserved_for_drafts():
+    """While a request waits, the scheduler frees the blocks that were reserved for drafts, and
+    reserves no others."""
     scheduler = speculative_scheduler(num_blocks=7, max_model_len=20)
     first = decoding(scheduler, length=8, max_tokens=8)
     assert (updates(first), queue_of(scheduler.block_manager)) == ([((2, 3),)], [4, 5, 6])
@@ -156,7 +158,7 @@ def test_drafts_never_preempt_a_request():
     assert driver.device.num_accepted > 0
 
 
-def test_urgent_request_takes_reserved_blocks_before_it_preempts():
+def test_urgent_request_takes_blocks_reserved_for_drafts_before_it_preempts():
     scheduler = speculative_scheduler(7, num_blocks=9, max_model_len=32, by_priority=True)
     plans = [decoding(scheduler, length=8, max_tokens=20, priority=1), the(scheduler.schedule())]
     for plan in plans:
@@ -168,10 +170,10 @@ def test_urgent_request_takes_reserved_blocks_before_it_preempts():
     assert shape(plan) == [(2, 0, 12, True), (1, 10, 1, True)]
 
 
-def test_step_reserves_at_most_the_blocks_that_a_packed_row_can_list():
-    """Without this maximum, a row would reserve blocks for the drafts of all steps in flight.
+def test_step_reserves_at_most_as_many_blocks_per_row_as_the_plan_can_send():
+    """Without this maximum, a row would reserve blocks for the drafts of all unread steps.
 
-    A row of a packed plan has room for few block updates.
+    The array that sends a plan to the device has room for only a few new blocks per row.
     """
     scheduler = speculative_scheduler(num_blocks=12, block_size=1, max_model_len=11)
     scheduler.add(make_request("1", 3, max_tokens=8))
@@ -184,7 +186,7 @@ def test_step_reserves_at_most_the_blocks_that_a_packed_row_can_list():
     assert (plan.limits, updates(plan)) == ((8,), [((4, 5), (5, 6), (6, 7), (7, 8))])
 
 
-def test_no_drafts_are_planned_for_a_request_with_takes_drafts_false():
+def test_request_with_takes_drafts_false_gets_no_drafts():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert plan.num_drafts == 3
@@ -193,7 +195,7 @@ def test_no_drafts_are_planned_for_a_request_with_takes_drafts_false():
     assert the(scheduler.schedule()).num_drafts == 0
 
 
-def test_decode_rows_take_no_drafts_next_to_a_prompt():
+def test_decode_rows_have_no_drafts_in_a_step_with_a_prompt():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     scheduler.add(make_request("2", 4))
@@ -207,17 +209,17 @@ def test_decode_rows_take_no_drafts_next_to_a_prompt():
     scheduler.check_integrity()
 
 
-def test_watch_reports_a_cached_block_that_a_reservation_evicts():
-    """Reserve a cached block for drafts and free it again between two updates of the watch.
-
-    The block is then empty, although the watch has never seen it in a block table.
+def test_pool_watch_reports_a_cached_block_evicted_by_a_reservation_for_drafts():
+    """The test reserves a cached block for drafts and frees it again between two updates of the
+    `PoolWatch`. The block is then empty, although the `PoolWatch` never found it in a block table.
     """
     scheduler = speculative_scheduler(max_model_len=20, digest="xxh3")
     read(scheduler, decoding(scheduler, "1", 7, max_tokens=2), [1, *[NO_DRAFT] * 3])
     plan, manager = decoding(scheduler, "2", 3, max_tokens=9), scheduler.block_manager
     read(scheduler, plan, [1, REJECTED, REJECTED, REJECTED])
     [sequence], pool = scheduler.running["2"].sequences, manager.pool
-    pool.free(pool.allocate(manager.num_free_blocks - pool.num_cached_blocks))  # now used last
+    # freed blocks are reused last
+    pool.free(pool.allocate(manager.num_free_blocks - pool.num_cached_blocks))
     replica = Replica(scheduler)
     replica.update()
     evicted = queue_of(manager)[0]
@@ -241,7 +243,7 @@ def test_verification_stops_if_no_draft_is_accepted():
         assert policy.choose_num_drafts(4) == 3
         verify(policy, 0)
     choices = [policy.choose_num_drafts(4) for _ in range(MIN_PLAIN_STEPS + 1)]
-    assert choices == [0] * MIN_PLAIN_STEPS + [3]  # it tries again
+    assert choices == [0] * MIN_PLAIN_STEPS + [3]  # the scheduler tries drafts again
 
 
 def test_verification_continues_while_accepted_drafts_outweigh_its_cost():

@@ -59,7 +59,7 @@ def count_work(num_seeds: int, first: int = 0) -> Counter[str]:
 @pytest.mark.parametrize(
     ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
 )
-def test_random_drafts_change_no_token(num_seeds: int, fewest: int):
+def test_speculative_decoding_with_random_drafts_changes_no_token(num_seeds: int, fewest: int):
     """The fake device raises if a step reads the KV of a rejected draft."""
     tally = count_work(num_seeds)
     rare = {event: tally[event] for event in EXPECTED if tally[event] < fewest}

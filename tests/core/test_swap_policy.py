@@ -1,4 +1,4 @@
-"""Test whether a preempted group is swapped or recomputed."""
+"""Test whether a preempted request is swapped or recomputed."""
 
 import pytest
 from core_driver import driver_of, make_request
@@ -18,14 +18,14 @@ def test_request_is_recomputed_if_swap_space_is_full():
     driver.run()
 
 
-def test_swap_space_counts_existing_swap_entries():
+def test_free_swap_space_excludes_the_blocks_of_existing_swap_entries():
     manager = BlockManager(11, 4)
     space = SwapSpace(PreemptionPolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
     first, second = make_request("1", 12), make_request("2", 12)
     for request in (first, second):
         manager.append(request.live_sequences[0], 12)
         request.live_sequences[0].num_computed_tokens = 12
-    assert space.should_swap(second)  # the entry needs three of the five host blocks
+    assert space.should_swap(second)  # the swap entry needs three of the five host blocks
     space.swap_out(first)
     assert (space.num_used_host_blocks, space.should_swap(second)) == (3, False)
     space.drop(first)

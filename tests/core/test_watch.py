@@ -1,4 +1,5 @@
-"""Rebuild the state of the pool from the changes that a watch reports, and compare both."""
+"""Rebuild the state of the block pool from the changes that a `PoolWatch` reports, and compare it
+with the pool."""
 
 from weakref import WeakSet
 
@@ -18,7 +19,8 @@ from jpaged.observe.pool_report import BlockState, block_map
 
 
 class Replica(PoolReplica):
-    """Applies the changes that a watch reports, and compares the result with the pool."""
+    """Apply the changes that a `PoolWatch` reports to a copy of the pool's state, and compare the
+    copy with the pool."""
 
     def __init__(self, scheduler: Scheduler, num_token_blocks: int = 10**6):
         super().__init__()
@@ -72,7 +74,7 @@ class Replica(PoolReplica):
                 assert self.tokens.get(block_id, [])[: len(expected)] == expected
 
 
-def test_watch_reports_the_life_of_a_request():
+def test_pool_watch_reports_all_changes_by_a_request():
     driver = driver_of(make_request("1", 6, max_tokens=4), num_blocks=6, digest="xxh3")
     replica = Replica(driver.scheduler)
     assert not replica.update()
@@ -93,7 +95,7 @@ def test_watch_reports_the_life_of_a_request():
     replica.check()
 
 
-def test_watch_reports_copy_on_write():
+def test_pool_watch_reports_copy_on_write():
     driver = driver_of(make_request("1", 6, max_tokens=9, n=2), num_blocks=9)
     replica = Replica(driver.scheduler)
     kept, copies = [], {}
@@ -103,18 +105,18 @@ def test_watch_reports_copy_on_write():
         changes = replica.update()
         kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
         copies |= changes.copies
-    assert (1, 1) in kept  # one table keeps its first block, and the second block is replaced
+    assert (1, 1) in kept  # one block table keeps its first block, and gets another second block
     assert copies == {3: 2}
     replica.check()
 
 
-def test_watch_reports_a_trimmed_table_that_grows_again():
+def test_pool_watch_reports_a_block_table_that_shrinks_and_grows_again():
     driver = driver_of(make_request("1", 12, max_tokens=9), num_blocks=9)
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.step()
     replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # the step has computed 3 tokens
+    sequence.num_computed_tokens = 3  # as if the step had computed only 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
@@ -124,7 +126,7 @@ def test_watch_reports_a_trimmed_table_that_grows_again():
     assert replica.tables[1] == sequence.block_table == [1, 4, 5]
 
 
-def test_watch_reports_tokens_a_few_blocks_at_a_time():
+def test_pool_watch_reports_the_tokens_of_a_few_blocks_per_call():
     driver = driver_of(make_request("1", 12, max_tokens=2), num_blocks=9, digest="xxh3")
     driver.step()
     watch = PoolWatch(driver.scheduler, num_token_blocks=2)
@@ -135,7 +137,7 @@ def test_watch_reports_tokens_a_few_blocks_at_a_time():
     assert not PoolWatch(driver.scheduler).look().tokens
 
 
-def test_watch_is_registered_until_it_is_closed_or_deleted():
+def test_pool_watch_stays_in_the_weak_set_until_closed_or_deleted():
     watches = WeakSet[PoolWatch]()
     first, second, third = (PoolWatch(make_scheduler(), watches=watches) for _ in range(3))
     first.close()
@@ -147,8 +149,9 @@ def test_watch_is_registered_until_it_is_closed_or_deleted():
     assert set(watches) == set()
 
 
-def test_watch_reports_a_pinned_block_with_new_content():
-    """Unpin, evict and pin again between two updates, so that only the content has changed."""
+def test_pool_watch_reports_a_pinned_block_with_new_content():
+    """The test unpins, evicts and pins a block between two updates, so that only the content of the
+    block has changed."""
     driver = driver_of(make_request("1", 5, max_tokens=1), num_blocks=3, digest="xxh3")
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.run()
@@ -166,7 +169,7 @@ def test_watch_reports_a_pinned_block_with_new_content():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_watch_agrees_with_snapshots_of_random_groups(seed: int):
+def test_changes_from_pool_watch_agree_with_snapshots_of_random_requests(seed: int):
     work = Work(seed, Tally())
     replica = Replica(work.driver.scheduler)
     step = work.step
@@ -184,7 +187,7 @@ def test_watch_agrees_with_snapshots_of_random_groups(seed: int):
     replica.check()
 
 
-def test_watch_reports_swap_entries():
+def test_pool_watch_reports_swap_entries():
     requests = (make_request(name, 8, max_tokens=12) for name in "12")
     driver = driver_of(*requests, num_blocks=7, pressure=SWAP)
     replica = Replica(driver.scheduler)
@@ -200,7 +203,8 @@ def test_watch_reports_swap_entries():
 
 
 class WatchedMachine(SchedulerMachine):
-    """Update one replica after each step of random work, and another after every third step."""
+    """Run random requests. Update one replica after each step, and another replica after every
+    third step."""
 
     replicas: tuple[Replica, ...] = ()
     num_steps = 0

@@ -1,5 +1,5 @@
 """Fixtures of the end-to-end tests: engines and checkpoints. After each test, the fixture `engines`
-checks that no block is lost."""
+checks that all KV cache blocks are free."""
 
 import json
 import re
@@ -54,14 +54,16 @@ def new_engine(compilation_cache: Path) -> Engines:
 
 @pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    """Return an engine of the embedded model. The test runs once for each of `LOOPS`."""
+    """Return an engine of the embedded model. A test with this fixture runs once for each engine
+    loop in `LOOPS`."""
     return engines(**LOOPS[request.param])
 
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a checkpoint with the first two layers of the embedded model, and the tokenizer. Such a
-    model compiles in a third of the time. Its answers are wrong, so use it only to compare answers.
+    """Save a checkpoint with the first two layers of the embedded model, and the tokenizer. A model
+    with two layers compiles in a third of the time. Its answers are wrong, so use it only to
+    compare answers.
     """
     folder = tmp_path_factory.mktemp("shallow")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -32,7 +32,7 @@ SINGLE_STEP_LOOPS = {name: LOOPS[name] for name in ("overlapped", "synchronous")
 
 
 def in_full_tier(*values: Any) -> list[Any]:
-    """Return the values as parameters that only the full tier runs."""
+    """Return the values as test parameters that run only in the full test tier."""
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
@@ -78,8 +78,8 @@ def answers(outputs: Any) -> list[list[tuple]]:
 def make_workload(
     kinds: list[dict[str, Any]], count: int, vocab_size: int, **options: Any
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return `count` prompts that share a prefix, and sampling parameters that take turns among
-    `kinds`."""
+    """Return `count` prompts that share a prefix, and one `SamplingParams` per prompt. The sampling
+    parameters repeat the items of `kinds` in turn."""
     rng = random.Random(0)
     prefix = [rng.randrange(5, vocab_size) for _ in range(60)]
     prompts = [[*prefix[: 20 + 2 * i], 5 + i] for i in range(count)]
@@ -90,11 +90,11 @@ def make_workload(
 def check_small_pool_changes_no_answer(
     roomy: Engine, tight: Engine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> None:
-    """Check that two engines give the same answers. The pool of `tight` is so small that it
+    """Check that two engines give the same answers. The engine `tight` has so few blocks that it
     preempts requests, and shares and copies blocks."""
     expected = answers(roomy.generate(prompts, params))
     before = tight.stats()
-    for _ in range(2):  # the second time, prefixes are cached
+    for _ in range(2):  # the second run finds prefixes in the cache
         assert answers(tight.generate(prompts, params)) == expected
     stats = tight.stats()
     assert stats.num_preemptions > before.num_preemptions

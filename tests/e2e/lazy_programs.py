@@ -18,7 +18,7 @@ from jpaged.runtime.programs import ProgramName, Programs
 
 
 class LazyProgram:
-    """A program that the function `compile` compiles at the first call."""
+    """A program that is compiled at its first call, by the function `compile`."""
 
     def __init__(self, compile: Callable[[], Any]):
         self._compile = compile
@@ -58,7 +58,7 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """Make every engine that starts inside the context compile each program at its first call."""
+    """While the context is active, engines that start compile each program at its first call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
         patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would compile every program

@@ -19,7 +19,7 @@ Logits = Callable[[list[int]], np.ndarray]
 
 def random_model(family: str, *, seed: int = 0, std: float | None = None, **values: Any) -> Any:
     """Return a random `transformers` model. Its logits differ so much that rounding does not change
-    the greedy token.
+    which token is greedy.
 
     Args:
         family: The `model_type` of the config.

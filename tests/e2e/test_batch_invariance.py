@@ -1,5 +1,5 @@
-"""Test that with `batch_invariant`, log-probabilities have the same bits whatever else is in the
-batch."""
+"""Test that with `batch_invariant`, the log-probabilities of a request have the same bits for any
+other requests in the batch."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,13 +90,14 @@ def bits_alone(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
 
 @pytest.fixture(autouse=True)
 def optimized_programs() -> None:
-    """Enable XLA's optimizations, as for users. The other tests run without optimizations."""
+    """Enable XLA's optimizations, as in normal use. The other tests run without these
+    optimizations."""
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 def check_bits(alone: Engine, engine: Engine) -> None:
-    """Check that `engine` gives requests in a batch, in two orders, the same bits as `alone` gives
-    single requests."""
+    """Run the requests as batches, in two orders, on `engine`, and one by one on `alone`. Check
+    that all tokens and log-probabilities have the same bits."""
     prompts, params = requests(alone.vocab_size)
     expected = bits_alone(alone, prompts, params)
     for order in (np.arange(NUM_REQUESTS), np.random.default_rng(1).permutation(NUM_REQUESTS)):
@@ -199,7 +200,9 @@ def test_gpu_gives_a_batch_the_same_bits_as_single_requests(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-def test_gpu_gives_the_bits_of_a_request_alone_with_experts(engines: Engines, tmp_path: Path):
+def test_gpu_gives_a_batch_the_same_bits_as_single_requests_with_experts(
+    engines: Engines, tmp_path: Path
+):
     save_config(tmp_path, WIDE | SPARSE)
     engine = engines(tmp_path, **COMMON, load_format="dummy")
     check_bits(engine, engine)

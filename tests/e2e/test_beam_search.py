@@ -91,8 +91,8 @@ def prompts(count: int = 4, longest: int = 40) -> list[list[int]]:
 def expected(
     name: str, prompt: list[int], width: int, **options: Any
 ) -> tuple[list[list[int]], list[float]]:
-    """Return the `width` best answers of beam search by `transformers`, without padding, and their
-    scores."""
+    """Run beam search with `transformers`. Return the `width` best answers without padding, and
+    their scores."""
     with torch.no_grad():
         found = reference_model(name).generate(
             torch.tensor([prompt]),
@@ -167,7 +167,7 @@ def test_preempted_beam_searches_equal_transformers(
     assert after.num_used_host_blocks == after.num_swapped == 0
 
 
-def test_ignore_eos_keeps_end_tokens_in_beams(engines: Engines, folders: Any):
+def test_beams_continue_after_end_tokens_with_ignore_eos(engines: Engines, folders: Any):
     engine = engines(folders("llama"), **LIMITS)
     (output,) = engine.beam_search(
         prompts(1), beam_width=4, max_tokens=MAX_TOKENS, ignore_eos=True, n=2
@@ -219,7 +219,7 @@ def test_beam_search_of_the_embedded_model_ranks_the_right_answer_first(engines:
     assert best.token_ids == greedy.outputs[0].token_ids
 
 
-def test_skip_special_tokens_applies_to_beams(engines: Engines):
+def test_skip_special_tokens_applies_to_beam_search_answers(engines: Engines):
     engine = engines()
     params = SamplingParams(beam_width=2, max_tokens=40, include_stop_str_in_output=True)
     clean = generate_text(engine, params)

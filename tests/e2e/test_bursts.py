@@ -1,4 +1,4 @@
-"""Test bursts: several decode steps that are launched as one program. Requests join between
+"""Test bursts: a burst is one program that runs several decode steps. New requests start between
 bursts."""
 
 import random
@@ -31,7 +31,7 @@ def engine(engines: Engines) -> Engine:
 
 @pytest.fixture
 def launched(engine: Engine) -> Iterator[list[int]]:
-    """Return a list to which each launch appends its number of steps."""
+    """Return a list. Each launch of a program appends its number of decode steps to the list."""
     counts: list[int] = []
     with engine.record_steps(lambda plans: counts.append(len(plans))):
         yield counts
@@ -53,7 +53,7 @@ def answers_in_single_steps(
         pytest.param(60, 20, 20, marks=pytest.mark.full, id="more-tight"),
     ],
 )
-def test_bursts_give_the_answers_of_single_steps(
+def test_multi_step_decode_gives_the_same_answers_as_single_steps(
     engines: Engines, shallow_folder: Path, num_blocks: int, max_num_seqs: int, count: int
 ):
     options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_model_len": 120}
@@ -110,7 +110,7 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_waiting_and_preempted_requests_finish_despite_bursts(
+def test_waiting_and_preempted_requests_finish_despite_multi_step_decode(
     engines: Engines, shallow_folder: Path, mode: str
 ):
     bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
@@ -135,7 +135,7 @@ def test_waiting_and_preempted_requests_finish_despite_bursts(
 
 @pytest.mark.parametrize("own", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
 @pytest.mark.parametrize("max_tokens", [1, 2, BURST + 1, 2 * BURST + 1, 20])
-def test_single_request_runs_in_bursts_to_its_last_token(
+def test_single_request_uses_multi_step_decode_until_its_last_token(
     engine: Engine, launched: list[int], own: dict[str, Any], max_tokens: int
 ):
     given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own)
@@ -157,7 +157,7 @@ def test_single_request_runs_in_bursts_to_its_last_token(
     ],
     ids=str,
 )
-def test_bursts_give_the_logprobs_and_penalized_tokens_of_single_steps(
+def test_multi_step_decode_gives_the_same_logprobs_and_penalized_tokens_as_single_steps(
     engines: Engines, engine: Engine, launched: list[int], own: dict[str, Any]
 ):
     given = SamplingParams(temperature=0.0, max_tokens=3 * BURST + 1, ignore_eos=True, **own)
@@ -182,13 +182,14 @@ MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "ma
 
 @pytest.fixture
 def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
-    """Yield the step recorder of an engine with the options `MANY`."""
+    """Start an engine with the options `MANY`, and yield the recorder of its steps."""
     with engines(shallow_folder, **MANY).record_steps() as steps:
         yield steps
 
 
 def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
-    """Return one tuple per burst: its batch size, then the number of sequences of each step."""
+    """Return one tuple per burst: the batch size of the program, then the number of sequences in
+    each step."""
     return [
         (size, *(len(plan.scheduled) for plan in launch.plans))
         for launch in steps.launches
@@ -197,11 +198,11 @@ def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_generate_runs_larger_bursts_than_step(
+def test_generate_runs_larger_multi_step_decodes_than_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
     """`step` must end soon, because a new request may arrive before the next call. `generate` may
-    run larger bursts."""
+    decode more sequences in one multi-step decode."""
     engine = engines(shallow_folder, **MANY)
     prompts = [*PROMPTS, *PROMPTS]
     kinds = [
@@ -220,10 +221,10 @@ def test_generate_runs_larger_bursts_than_step(
     assert {size for size, *_ in burst_shapes(many)} == {32, 8}
 
 
-def test_batch_size_of_a_burst_fits_its_largest_step(
+def test_batch_size_of_a_multi_step_decode_fits_its_largest_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """Later steps of a burst have fewer sequences if requests finish."""
+    """Later steps of a multi-step decode have fewer sequences if requests finish."""
     engine = engines(shallow_folder, **MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
@@ -232,10 +233,10 @@ def test_batch_size_of_a_burst_fits_its_largest_step(
     assert burst_shapes(many) == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
 
 
-def test_burst_gives_each_request_the_tokens_of_a_single_request(
+def test_multi_step_decode_of_a_batch_gives_the_same_tokens_as_single_requests(
     engine: Engine, launched: list[int]
 ):
-    """The random request ends before the greedy request."""
+    """The request with random sampling ends before the greedy request."""
     short = SamplingParams(temperature=100.0, seed=1, max_tokens=BURST, ignore_eos=True)
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompts, given = [PROMPT, "2 + 3 ="], [short, long]
@@ -245,7 +246,7 @@ def test_burst_gives_each_request_the_tokens_of_a_single_request(
     assert launched[:2] == [1, BURST]
 
 
-def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
+def test_waiting_request_prevents_multi_step_decode(engine: Engine, launched: list[int]):
     short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
     prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
     for prompt, own in zip(prompts, kinds, strict=True):
@@ -259,7 +260,7 @@ def test_waiting_request_prevents_bursts(engine: Engine, launched: list[int]):
     assert launched.index(BURST) < 9
 
 
-def test_new_request_joins_at_the_next_launch(engine: Engine, launched: list[int]):
+def test_new_request_starts_with_the_next_launch_of_a_program(engine: Engine, launched: list[int]):
     engine.add_request(PROMPT, GREEDY_30)
     take_steps(engine, 4)
     assert launched[-1] == BURST
@@ -271,7 +272,7 @@ def test_new_request_joins_at_the_next_launch(engine: Engine, launched: list[int
     engine.abort_all()
 
 
-def test_abort_during_a_burst_frees_all_blocks(engine: Engine, launched: list[int]):
+def test_abort_during_a_multi_step_decode_frees_all_blocks(engine: Engine, launched: list[int]):
     for i in range(3):
         engine.add_request(f"Count from {i} to 20", GREEDY_30, request_id=str(i))
     take_steps(engine, 4)
@@ -285,7 +286,7 @@ def test_abort_during_a_burst_frees_all_blocks(engine: Engine, launched: list[in
 @pytest.mark.parametrize(
     ("owner", "name"), [(ModelRunner, "launch_burst"), (StepHandle, "read")], ids=["launch", "read"]
 )
-def test_failed_burst_fails_the_engine(
+def test_failed_multi_step_decode_fails_the_engine(
     new_engine: Engines, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
     engine, target = new_engine(num_scheduler_steps=BURST), getattr(owner, name)

@@ -32,7 +32,8 @@ LENGTH = 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the embedded model with the scales that were calibrated on a text."""
+    """Calibrate FP8 scales for the embedded model on a text, and save the model with these
+    scales."""
     folder = tmp_path_factory.mktemp("calibrated")
     calibrate(EMBEDDED_MODEL, TEXT, folder, length=LENGTH)
     return folder
@@ -66,7 +67,7 @@ def test_scales_are_absmax_over_448_rounded_up_to_powers_of_2(folder: Path):
             assert np.log2(scale) % 1 == 0
 
 
-def test_layer_of_zeros_has_scale_1_and_infinite_values_are_refused():
+def test_calibrated_scale_of_a_layer_of_zeros_is_1_and_infinite_values_are_refused():
     largest = np.array([[0.0, 448.0], [1000.0, 7.0]], np.float32)
     np.testing.assert_array_equal(compute_scales(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
     with pytest.raises(ValueError, match="the values of layer 1 are not finite"):
@@ -101,7 +102,7 @@ def test_compressed_tensors_library_reads_the_saved_config(folder: Path):
     assert not read.config_groups
 
 
-def test_calibration_keeps_the_fp8_config_and_file_names_of_weights(tmp_path: Path):
+def test_calibration_keeps_the_fp8_config_and_the_names_of_the_weight_files(tmp_path: Path):
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     for file in EMBEDDED_MODEL.iterdir():

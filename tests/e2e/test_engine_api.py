@@ -43,7 +43,7 @@ def tokenizer(engine: Engine) -> Any:
     return engine.tokenizer
 
 
-def test_text_in_text_out(engine: Engine):
+def test_generate_answers_a_text_prompt_with_text(engine: Engine):
     (output,) = engine.generate(QUESTION, GREEDY)
     assert text(output) == ANSWER
     assert output.prompt == QUESTION
@@ -143,7 +143,7 @@ def test_aborted_stream_ends_with_a_final_delta(engine: Engine):
     assert [d.finish_reason for d in stream] == ["abort"]
 
 
-def test_generate_keeps_requests_that_arrived_before_it(engine: Engine):
+def test_generate_does_not_return_requests_that_were_added_before_the_call(engine: Engine):
     first = engine.add_request(QUESTION, GREEDY)
     engine.step()
     assert engine.add_request(QUESTION, GREEDY, request_id="second") == "second"
@@ -152,7 +152,7 @@ def test_generate_keeps_requests_that_arrived_before_it(engine: Engine):
     assert [text(outputs[name]) for name in (first, "second")] == [ANSWER] * 2
 
 
-def test_step_returns_once_each_request_that_finished_during_generate(engine: Engine):
+def test_request_that_finishes_inside_generate_is_returned_once_by_step(engine: Engine):
     engine.add_request("Reverse stone", GREEDY, request_id="a")
     engine.generate("Count from 1 to 20", GREEDY)  # request "a" finishes during this call
     engine.add_request(QUESTION, GREEDY, request_id="a")
@@ -176,7 +176,7 @@ def test_stop_string_takes_precedence_over_length(engine: Engine):
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "3,")
 
 
-def test_output_metrics_have_times_and_preemptions(engine: Engine):
+def test_output_metrics_contain_times_and_the_number_of_preemptions(engine: Engine):
     (output,) = engine.generate(QUESTION, GREEDY)
     times: Any = output.metrics
     assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
@@ -297,7 +297,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         jax.jit(lambda x: x + 1)(1)
-        assert len(compiled) == 1  # the listener works
+        assert len(compiled) == 1  # JAX calls the listener that counts compilations
         every_kind = [
             GREEDY,
             SamplingParams(max_tokens=9),
@@ -316,7 +316,7 @@ def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_total_of_the_memory_account_is_the_sum_over_all_purposes(engine: Engine):
+def test_total_of_the_memory_account_is_the_sum_of_its_entries(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
@@ -406,7 +406,7 @@ def test_ctrl_c_in_a_critical_section_is_deferred(
     assert counts(engine) == (0, 0, 0)
 
 
-def test_ctrl_c_while_outputs_are_made_loses_no_output(
+def test_ctrl_c_while_step_creates_outputs_loses_no_output(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     ids = [engine.add_request(QUESTION, replace(GREEDY, max_tokens=1)) for _ in range(2)]
@@ -482,7 +482,7 @@ def test_failed_step_fails_the_engine_and_frees_its_pool(
             call()
     engine.abort_all()
     del engine, call
-    gc.collect()  # frees the tracebacks of the errors
+    gc.collect()  # frees the tracebacks of the errors, which refer to engines
     assert count_pools() == num_pools
 
 

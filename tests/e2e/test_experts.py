@@ -1,4 +1,4 @@
-"""Test that models with experts work with every feature of the engine."""
+"""Test that mixture-of-experts models work with every feature of the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ TIGHT |= {"speculative_config": NGRAM}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
-    """Return a random checkpoint with a dense and a sparse layer, and a function that computes its
-    logits."""
+    """Return a random checkpoint with one dense and one mixture-of-experts layer, and a function
+    that computes its logits."""
     model, folder = random_model("qwen3_moe", seed=5, **SIZES), tmp_path_factory.mktemp("moe")
     model.save_pretrained(folder)
     return folder, logits_of(model)
@@ -77,7 +77,7 @@ def test_greedy_tokens_equal_transformers(
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     engine = engines(folder, **OPTIONS, **LOOPS[loop], **options)
     want = [continue_greedily(logits, prompt, 12) for prompt in prompts]
-    for _ in range(2):  # the second time, prefixes are cached
+    for _ in range(2):  # the second run finds prefixes in the cache
         outputs = engine.generate(prompts, params)
         assert [list(output.outputs[0].token_ids) for output in outputs] == want
 
@@ -107,7 +107,7 @@ def test_model_with_random_experts_generates_and_counts_its_parameters(
     assert engine.memory_account.weights == 4 * num_weights
 
 
-def test_nan_ends_only_the_request_that_has_it(
+def test_nan_activations_of_one_request_end_only_that_request(
     engines: Engines, saved: tuple[Path, Logits], tmp_path: Path
 ):
     """The embedding of token 95 is NaN, so the router logits of rows with this token are NaN

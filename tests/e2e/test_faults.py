@@ -18,8 +18,8 @@ from tests.covering import covering
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
-    """Wrap `target`. The first `after` calls for the victim succeed, and later calls for the victim
-    raise an error."""
+    """Return a wrapper of `target`. The first `after` calls for the request `VICTIM` succeed, and
+    later calls for it raise an error."""
     calls = 0
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -46,8 +46,8 @@ def is_victim_sample(sample: SampleState, *_: Any) -> bool:
 
 
 def failing_once(target: Callable[..., Any], after: int) -> Any:
-    """Wrap `target`. Call number `after` + 1 raises an error after it has called `target`; other
-    calls succeed."""
+    """Return a wrapper of `target`. Call number `after` + 1 calls `target` and then raises an
+    error; other calls succeed."""
     calls = 0
 
     def wrapper(*args: Any, **options: Any) -> Any:

@@ -25,7 +25,7 @@ WORDS = ["Say hello", "Count from 1 to 20", "Sort the letters of banana", QUESTI
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_embedded_model_answers_right_with_fp8_weights(engines: Engines, loop: str):
+def test_embedded_model_answers_correctly_with_fp8_weights(engines: Engines, loop: str):
     assert generate_text(engines(quantization="fp8", **LOOPS[loop])) == ANSWER
 
 
@@ -49,7 +49,9 @@ def test_unsupported_quantization_is_refused(options: dict[str, Any], words: str
 
 @pytest.mark.full
 @pytest.mark.gpu2
-def test_two_devices_give_the_fp8_tokens_of_one_device(engines: Engines, shallow_folder: Path):
+def test_fp8_model_on_two_devices_gives_the_same_tokens_as_on_one_device(
+    engines: Engines, shallow_folder: Path
+):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     if jax.default_backend() != "cpu":
@@ -86,8 +88,8 @@ def test_tensor_parallel_logprobs_differ_less_than_fp8_from_float32(
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Return a function that saves a random FP8 model with one scale per block of 128 x 128
-    weights, as in Qwen3-FP8."""
+    """Return a function that saves a random FP8 checkpoint. Each block of 128 x 128 weights has one
+    scale, as in Qwen3-FP8."""
 
     def make() -> Path:
         torch = pytest.importorskip("torch")
@@ -121,7 +123,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [2, *in_full_tier(4)])
-def test_block_scales_are_sharded_with_their_weights(engines: Engines, blocks, count: int):
+def test_fp8_block_scales_are_sharded_like_the_weights(engines: Engines, blocks, count: int):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
     folder, rng = blocks(), np.random.default_rng(0)

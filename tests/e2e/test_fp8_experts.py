@@ -21,7 +21,8 @@ OPTIONS |= {"max_num_batched_tokens": 16, "max_model_len": 64}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that writes a checkpoint of a key of `fp8_experts.CONFIGS`."""
+    """Return a function that takes a key of `fp8_experts.CONFIGS`, writes a checkpoint of this
+    kind, and returns its folder."""
 
     @cache
     def folder(kind: str) -> Path:
@@ -38,7 +39,7 @@ def options_of(kind: str) -> dict[str, Any]:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "block"])
-def test_two_devices_give_the_tokens_of_one_device(
+def test_fp8_experts_on_two_devices_give_the_same_tokens_as_on_one_device(
     engines: Engines, folders: Callable[[str], Path], kind: str, by_expert: bool
 ):
     if jax.device_count() < 2:
@@ -58,7 +59,7 @@ def test_two_devices_give_the_tokens_of_one_device(
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_fp8_experts_generate_and_are_counted(
+def test_engine_with_fp8_experts_generates_and_counts_their_parameters(
     engines: Engines, folders: Callable[[str], Path], kind: str, load_format: str
 ):
     engine = engines(folders(kind), load_format=load_format, **options_of(kind))
@@ -79,7 +80,7 @@ def test_fp8_experts_generate_and_are_counted(
     assert engine.memory_account.weights == narrow + 4 * (scales + wide)
 
 
-def test_split_that_cuts_a_block_of_an_expert_names_expert_parallelism(
+def test_error_for_devices_that_would_split_a_scale_block_suggests_expert_parallelism(
     engines: Engines, tmp_path: Path
 ):
     made.write_checkpoint(tmp_path, "block", moe_intermediate_size=128)

@@ -39,7 +39,7 @@ def workload(count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_embedded_model_answers_right_with_an_fp8_cache(engines: Engines, loop: str):
+def test_embedded_model_answers_correctly_with_an_fp8_kv_cache(engines: Engines, loop: str):
     assert generate_text(engines(**FP8, **LOOPS[loop])) == ANSWER
 
 
@@ -99,7 +99,7 @@ def test_fp8_cache_gives_prompt_logprobs_close_to_an_unquantized_cache(engines: 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("count", [2, *in_full_tier(4)])
-def test_tensor_parallel_fp8_cache_gives_the_tokens_of_one_device(
+def test_tensor_parallel_fp8_kv_cache_gives_the_same_tokens_as_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):
     if count > jax.device_count():

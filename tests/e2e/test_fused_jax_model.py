@@ -1,4 +1,4 @@
-"""A user's model that calls the fused operations computes what plain JAX computes."""
+"""Test that a user's JAX model with fused operations computes the same as a model in plain JAX."""
 
 import inspect
 from collections.abc import Callable
@@ -42,7 +42,8 @@ WIDTH, HEAD_SIZES, KV_HEADS, NUM_HEADS = 32, (8, 16), (2, 2), (4, 2)
 
 
 class DenseOps(DenseStep):
-    """The fused operations in plain JAX, over the tokens of one sequence, without a cache."""
+    """Implement the fused operations in plain JAX, for the tokens of one sequence, without a KV
+    cache."""
 
     def project(self, x: Any, weight: Any) -> Any:
         return jnp.tensordot(x, weight, x.ndim - 1)
@@ -89,7 +90,8 @@ class DenseOps(DenseStep):
 
 
 def fused_forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
-    """Compute two layers with other heads; the second has norms of the heads, and experts."""
+    """Compute two layers with different numbers of heads. The second layer normalizes queries and
+    keys per head, and has experts."""
     x, update = params["embed"][tokens], None
     for i, p in enumerate(params["layers"]):
         angle = positions[:, None] / 100 ** (jnp.arange(0, HEAD_SIZES[i], 2) / HEAD_SIZES[i])
@@ -139,7 +141,7 @@ def fused_params() -> dict[str, Any]:
 
 
 def dense_model(model: JaxModel) -> JaxModel:
-    """Return a model whose `logits` takes no step, for `greedy_tokens`."""
+    """Return a model for `greedy_tokens`: its function `logits` has no parameter `step`."""
     forward, logits = model.forward, model.logits
     return replace(
         model,
@@ -186,7 +188,7 @@ def test_fused_example_answers_like_the_plain_example(shallow_folder: Path):
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-def test_product_may_be_used_as_an_array_and_get_a_bias():
+def test_result_of_a_fused_gemm_can_be_used_as_an_array_and_get_a_bias():
     ops, x = ModelOps(Backend.XLA), jnp.arange(12.0).reshape(2, 6)
     weight = jnp.arange(24.0).reshape(6, 4)
     product = ops.project(x, weight)
@@ -196,7 +198,7 @@ def test_product_may_be_used_as_an_array_and_get_a_bias():
 
 
 def changed(change: Callable[[Any], Any]) -> JaxModel:
-    """Return the model with another call of an operation before its own."""
+    """Return a model that makes one more call of an operation before it computes the layers."""
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
         change(step)
@@ -259,7 +261,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_wrong_call_of_an_operation_is_refused(name: str):
+def test_wrong_call_of_a_fused_operation_is_refused(name: str):
     change, message = FAULTS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(changed(change), fused_params())
@@ -286,7 +288,7 @@ def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str
 @pytest.mark.full
 @pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("name", ["prefix hits", "recompute, chunks, synchronous"])
-def test_tokens_of_fused_operations_have_the_same_bits_in_any_batch(
+def test_logprobs_of_a_model_with_fused_operations_have_the_same_bits_in_any_batch(
     shallow_folder: Path, name: str
 ):
     model, params = fused_jax_llama.load(shallow_folder)

@@ -167,7 +167,7 @@ def test_allowed_token_ids_restrict_the_answer(engines: Engines, qwen_folder: Pa
     bound, unbound = tokens(engine, [[4, 5], [4, 5]], [params, free])
     assert set(bound) <= {3, 50, 90}
     assert not set(unbound) <= {3, 50, 90}
-    # The restriction does not apply to later requests in the same row.
+    # The restriction by `allowed_token_ids` does not apply to later requests in the same batch row.
     again = [greedy(10, logprobs=0)] * 8
     assert len({tuple(t) for t in tokens(engine, [[4, 5]] * 8, again)}) == 1
 

@@ -101,8 +101,8 @@ def test_embedded_model_gives_right_answers(engines: Engines, dtype: str, quanti
 
 
 def test_shared_blocks_and_preemption_change_no_answer(engines: Engines):
-    """Compare with single requests that share no blocks. One test covers all preemption modes, so
-    that the single requests run only once."""
+    """The test compares with single requests that share no blocks. One test covers all preemption
+    modes, so that the single requests run only once."""
     examples = [e for e in sample_examples(11, 400) if len(e.prompt + e.completion) < 60][:64]
     shape = {**SHAPE, "dtype": "float32"}
     roomy = engines(num_blocks=ROOMY, enable_prefix_caching=False, **shape)
@@ -129,7 +129,9 @@ def test_samples_equal_single_requests_with_their_seeds(engines: Engines):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "name", "in_one"), [("auto", "bf16", 1), ("fp8", "u16", 2)]
 )
-def test_no_program_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str, in_one: int):
+def test_no_compiled_program_copies_the_kv_cache(
+    engines: Engines, kv_cache_dtype: str, name: str, in_one: int
+):
     needed = []
     for num_blocks in (129, 100_000):
         engine = engines(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_blocks=num_blocks)
@@ -174,7 +176,7 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     def bytes_in_use() -> int:
         return (jax.local_devices()[0].memory_stats() or {})["bytes_in_use"]
 
-    gc.collect()  # frees earlier engines
+    gc.collect()  # frees engines of earlier tests
     before = bytes_in_use()
     options = {**DUMMY, "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512}
     options |= {"num_scheduler_steps": 1, "kv_cache_memory_bytes": 2 * 2**30}
@@ -232,7 +234,7 @@ def score_as_prompts(engine: Engine, outputs: list[RequestOutput]) -> list[list[
 @pytest.mark.parametrize(
     ("max_num_seqs", "copies", "sizes"), [(8, 1, {8}), (20, 3, {8, 32}), (48, 9, {32, 48})]
 )
-def test_bursts_in_bfloat16_choose_the_most_probable_tokens(
+def test_multi_step_decode_in_bfloat16_chooses_the_most_probable_tokens(
     engines: Engines, tmp_path: Path, max_num_seqs: int, copies: int, sizes: set[int]
 ):
     """Send the generated tokens as a prompt. Except for rounding, no other token may have a higher
@@ -252,7 +254,7 @@ def test_bursts_in_bfloat16_choose_the_most_probable_tokens(
             assert entry[token].logprob > max(found.logprob for found in entry.values()) - 0.1
 
 
-def test_logits_keep_their_address_between_decode_steps(
+def test_logits_buffer_keeps_its_address_between_decode_steps(
     tmp_path: Path, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save_config(tmp_path, WIDE | {"vocab_size": 32000})

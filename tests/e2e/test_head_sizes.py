@@ -64,7 +64,7 @@ def test_greedy_tokens_equal_transformers_for_each_head_size(
         pytest.skip("has parameters for another device")
     model = model_of(family, head_size)
     model.save_pretrained(tmp_path)
-    # Bursts call the same kernels as single steps.
+    # Multi-step decode programs call the same kernels as single steps.
     options = {"skip_tokenizer_init": True, "dtype": "float32", "num_scheduler_steps": 1}
     engine = engines(tmp_path, **options)
     rng = np.random.default_rng(head_size)

@@ -1,5 +1,5 @@
-"""Test engines of a `JaxModel`: the generated tokens equal those of the model's functions without a
-KV cache."""
+"""Test engines that run a `JaxModel`: they generate the same tokens as the model's functions
+without a KV cache."""
 
 import gc
 import re
@@ -42,7 +42,7 @@ PROMPTS = [[*PREFIX, 5], [*PREFIX, 11, 12, 13, 11, 12, 13, 11, 12], [3]]
 
 
 class DenseStep:
-    """Computes attention over the tokens of one sequence, without a KV cache.
+    """Compute attention over the tokens of one sequence, without a KV cache.
 
     If `kv_dtype` is given, keys and values are rounded to it, as in a KV pool of this dtype.
     """
@@ -73,7 +73,7 @@ def dense_logits(
 
 
 def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.ndarray:
-    """Compute the log-probability of each token except the first, by the tiny model without a KV
+    """Compute the log-probability of each token except the first with the tiny model, without a KV
     cache."""
     with user_settings():
         logits = dense_logits(TINY, params, jnp.asarray(tokens, jnp.int32), kv_dtype)
@@ -92,7 +92,7 @@ def greedy_tokens(model: JaxModel, params: Any, prompt: list[int]) -> list[int]:
 
 
 def user_settings() -> ExitStack:
-    """Return a context with JAX's default dtype promotion, as users have. The other tests use
+    """Return a context with JAX's default dtype promotion, which users have. The other tests use
     strict promotion."""
     stack = ExitStack()
     stack.enter_context(jax.numpy_dtype_promotion("standard"))
@@ -175,12 +175,12 @@ SPECULATION = {
 
 
 @pytest.mark.parametrize(("loop", "speculation"), covering(LOOPS, SPECULATION, strength=1))
-def test_greedy_tokens_are_those_of_the_model_without_a_cache(
+def test_greedy_tokens_equal_those_of_the_model_without_a_kv_cache(
     expected: list[list[int]], loop: str, speculation: str
 ):
     options = {name: dict(value) for name, value in SPECULATION[speculation].items()}
     engine = make_engine(**LOOPS[loop], **options)
-    for _ in range(2):  # the second time, prefixes are cached
+    for _ in range(2):  # the second run finds prefixes in the cache
         assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
     assert engine.stats().num_cached_tokens > 0
     assert bool(engine.stats().num_accepted_tokens) == bool(options)
@@ -205,7 +205,7 @@ def test_preemption_changes_no_answer(jax_engines: Callable[..., Engine], loop: 
 
 
 @pytest.mark.full
-def test_seeded_samples_are_the_same_with_speculation(jax_engines: Callable[..., Engine]):
+def test_seeded_samples_are_the_same_with_speculative_decoding(jax_engines: Callable[..., Engine]):
     prompts, params = make_workload(REQUESTS[1:2], 4, VOCAB_SIZE, max_tokens=NUM_TOKENS)
     drafting = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     first, second = (engine.generate(prompts, params) for engine in (jax_engines(), drafting))
@@ -216,7 +216,7 @@ def test_seeded_samples_are_the_same_with_speculation(jax_engines: Callable[...,
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)], ids=str
 )
-def test_params_of_two_bytes_give_a_pool_of_their_dtype(dtype: Any):
+def test_kv_cache_has_the_dtype_of_16_bit_params(dtype: Any):
     params = jax.tree.map(lambda it: it.astype(dtype), tiny_params())
     engine = make_engine(params=params)
     (output,) = engine.generate(PROMPTS[:1], GREEDY)
@@ -224,7 +224,7 @@ def test_params_of_two_bytes_give_a_pool_of_their_dtype(dtype: Any):
     assert len(output.outputs[0].token_ids) == NUM_TOKENS
 
 
-def test_weakly_typed_parameter_does_not_change_a_dtype():
+def test_model_with_a_weakly_typed_parameter_returns_prompt_logprobs():
     params = jax.tree.map(lambda it: it.astype(jnp.bfloat16), tiny_params())
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
@@ -250,7 +250,7 @@ def test_end_token_may_be_an_int_or_none():
     ("name", "dtype", "tolerance"),
     [("float16", jnp.float16, 1e-3), ("fp8", jnp.float8_e4m3fn, 1e-5)],
 )
-def test_pool_may_have_another_dtype_than_the_keys(name: str, dtype: Any, tolerance: float):
+def test_kv_cache_may_have_another_dtype_than_the_keys(name: str, dtype: Any, tolerance: float):
     params = jax.tree.map(lambda it: it / 4, tiny_params())  # keys that FP8 can represent
     engine, completion = make_engine(params=params, kv_cache_dtype=name), [4, 5, 6, 7, 8, 9]
     (score,) = engine.score_completions([PREFIX], [completion])
@@ -260,7 +260,9 @@ def test_pool_may_have_another_dtype_than_the_keys(name: str, dtype: Any, tolera
     assert np.abs(np.asarray(score.logprobs) - exact).max() > 1e-4
 
 
-def test_scores_are_the_log_probabilities_of_the_model(jax_engines: Callable[..., Engine]):
+def test_completion_scores_are_the_log_probabilities_of_the_model(
+    jax_engines: Callable[..., Engine],
+):
     engine, completion = jax_engines(), [4, 5, 6]
     (score,) = engine.score_completions([PREFIX], [completion])
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -271,7 +273,7 @@ def test_scores_are_the_log_probabilities_of_the_model(jax_engines: Callable[...
     np.testing.assert_allclose(score.logprobs, want[-len(completion) :], rtol=1e-4)
 
 
-def test_grammar_of_a_tokenizer_constrains_the_example(shallow_folder: Path):
+def test_grammar_constrains_the_answers_of_the_example_model(shallow_folder: Path):
     model, params = load(shallow_folder)
     engine = make_engine(model, params, tokenizer=shallow_folder)
     pattern = "[a-c]{3,9} [0-9]{2}"
@@ -285,8 +287,11 @@ def test_grammar_of_a_tokenizer_constrains_the_example(shallow_folder: Path):
 
 
 @pytest.mark.full
-def test_example_answers_like_the_built_in_family(engines: Callable, shallow_folder: Path):
-    """The built-in Qwen3 and the example load the same checkpoint, and must compute the same."""
+def test_example_model_gives_the_same_answers_as_the_built_in_qwen3(
+    engines: Callable, shallow_folder: Path
+):
+    """The built-in Qwen3 model and the example load the same checkpoint, and must give the same
+    answers."""
     model, params = load(shallow_folder)
     engine = make_engine(model, params, tokenizer=shallow_folder, max_model_len=256, num_blocks=129)
     number = StructuredOutputs(regex="[a-c]{3,9} [0-9]{2}")
@@ -297,7 +302,7 @@ def test_example_answers_like_the_built_in_family(engines: Callable, shallow_fol
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop", LOOPS)
-def test_example_serves_the_embedded_model(loop: str):
+def test_example_jax_model_gives_the_same_answer_as_the_embedded_model(loop: str):
     model, params = load(EMBEDDED_MODEL)
     engine = make_engine(model, params, tokenizer=EMBEDDED_MODEL, **LOOPS[loop])
     answer = generate_text(engine, SamplingParams(temperature=0.0, max_tokens=64))
@@ -309,7 +314,7 @@ def test_example_serves_the_embedded_model(loop: str):
 # The start
 
 
-def test_start_leaves_jax_and_the_garbage_collector_alone():
+def test_engine_start_changes_no_setting_of_jax_or_the_garbage_collector():
     gc.collect()
     settings, num_frozen = dict(jax.config.values), gc.get_freeze_count()
     engine = make_engine()
@@ -341,7 +346,7 @@ def test_engine_and_params_are_freed_with_the_last_reference():
     assert embed() is None
 
 
-def test_size_of_the_pool_is_given_in_bytes():
+def test_kv_cache_size_can_be_given_in_bytes():
     engine = make_engine(num_blocks=None, kv_cache_memory_bytes=2**20)
     block = 2 * 2 * 16 * 2 * 16 * 4  # factors: K and V, layers, slots, heads, head size, 4 bytes
     assert engine.memory_account.kv_cache <= 2**20 < engine.memory_account.kv_cache + 64 * block
@@ -360,19 +365,19 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_option_that_does_not_apply_is_refused(name: str):
+def test_engine_option_that_does_not_apply_to_a_jax_model_is_refused(name: str):
     value, remedy = OPTIONS[name]
     with pytest.raises(ValueError, match=f"{name}.*{remedy}|{remedy}"):
         make_engine(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["params", "tokenizer"])
-def test_argument_of_a_jax_model_is_refused_without_one(name: str):
+def test_params_and_tokenizer_are_refused_if_the_model_is_no_jax_model(name: str):
     with pytest.raises(TypeError, match=f"{name} needs model=JaxModel"):
         Engine(**{name: EMBEDDED_MODEL})
 
 
-def test_tokenizer_is_a_folder():
+def test_tokenizer_that_is_not_a_folder_is_refused():
     with pytest.raises(ValueError, match="tokenizer='/absent' is not a folder"):
         make_engine(tokenizer="/absent")
     with pytest.raises(TypeError, match="tokenizer is a list: pass a tokenizer of"):
@@ -416,7 +421,7 @@ def test_tokenizer_may_be_an_object_of_transformers():
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_updated_weights_compute_all_later_tokens(expected: list[list[int]], loop: str):
+def test_all_tokens_after_a_weight_update_use_the_new_weights(expected: list[list[int]], loop: str):
     old = jax.tree.map(lambda it: it[::-1], tiny_params())
     engine, old_embed = make_engine(params=old, **LOOPS[loop]), ref(old["embed"])
     assert tokens(engine.generate(PROMPTS, GREEDY)) != expected
@@ -442,23 +447,14 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 
 
-def test_weights_are_not_updated_while_a_request_or_a_pin_needs_the_old_ones(
-    expected: list[list[int]],
-):
+def test_weights_are_not_updated_while_a_request_runs(expected: list[list[int]]):
     engine = make_engine()
     engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    with pytest.raises(RuntimeError, match="1 request unfinished: finish or abort"):
-        engine.update_weights(tiny_params())
+    with pytest.raises(RuntimeError, match=r"1 request unfinished: call pause\(\) first"):
+        engine.update_weights(jax.tree.map(lambda it: it[::-1], tiny_params()))
     engine.abort_all()
-    pin = engine.pin_prefix(PREFIX)
-    other = jax.tree.map(lambda it: it[::-1], tiny_params())
-    with pytest.raises(ValueError, match="pinned"):
-        engine.update_weights(other)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    engine.unpin_prefix(pin)
-    engine.update_weights(other)
-    assert tokens(engine.generate(PROMPTS, GREEDY)) != expected
 
 
 UPDATES = {
@@ -486,7 +482,7 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_refused_update_changes_nothing(jax_engines: Callable[..., Engine], name: str):
+def test_refused_weight_update_changes_nothing(jax_engines: Callable[..., Engine], name: str):
     make, message = UPDATES[name]
     engine = jax_engines()
     before = tokens(engine.generate(PROMPTS[:1], GREEDY))
@@ -608,7 +604,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_wrong_model_is_refused_before_the_pool_exists(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_jax_model_is_refused_before_the_kv_cache_is_allocated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     make, message = MODELS[name]
     monkeypatch.setattr(startup, "Compilation", lambda *_: pytest.fail("the pool was sized"))
     with pytest.raises((TypeError, ValueError), match=message):
@@ -627,13 +625,13 @@ def test_wrong_model_is_refused_before_the_pool_exists(name: str, monkeypatch: p
         ({"head_size": 1.5}, "head_size of layer 0=1.5 is not an int"),
     ],
 )
-def test_wrong_type_of_a_field_is_named(fields: dict[str, Any], message: str):
+def test_error_names_the_model_field_with_a_wrong_type(fields: dict[str, Any], message: str):
     unchecked: Any = SimpleNamespace(**vars(TINY) | fields)  # `JaxModel` would fail beartype first
     with pytest.raises(TypeError, match=message):
         JaxModel.__post_init__(unchecked)
 
 
-def test_error_of_forward_says_that_jpaged_was_tracing():
+def test_error_in_forward_says_that_jpaged_was_tracing_the_model():
     with pytest.raises(KeyError) as caught:
         make_engine(changed(forward=lambda params, *_: params["absent"]))
     note = "jpaged was tracing forward, which must be traceable as for jax.jit."
@@ -677,7 +675,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_wrong_parameter_is_named(name: str):
+def test_error_names_the_invalid_model_parameter(name: str):
     make, message = PARAMS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(params=with_embed(make()))

@@ -66,8 +66,8 @@ def adjust(row: np.ndarray, own: SamplingParams, prompt: list[int], output: list
 def expected_row(
     row: np.ndarray, own: SamplingParams, prompt: list[int], output: list[int], mode: str
 ) -> tuple[np.ndarray, float]:
-    """Compute the logits from which a mode's values follow, and the probability mass that
-    truncation keeps.
+    """Compute the logits that a `logprobs_mode` reports or normalizes, and the probability mass
+    that truncation keeps.
 
     Args:
         row: Logits of the model, after the mask of a grammar.
@@ -135,8 +135,8 @@ def check_answer(
 def test_reported_values_equal_numpy(
     engines: Engines, shallow_folder: Path, logits: Logits, mode: str, loop: str
 ):
-    """Greedy requests also run in a separate batch, because such a batch runs other programs than a
-    batch with random requests."""
+    """Greedy requests also run in a batch of their own, because such a batch uses other compiled
+    programs than a batch with random sampling."""
     engine = with_mode(engines, shallow_folder, mode, **LOOPS[loop])
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(QUESTION)
@@ -184,8 +184,8 @@ def test_grammar_mask_applies_before_every_logprobs_mode(
 def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_mass(
     engines: Engines, shallow_folder: Path, logits: Logits
 ):
-    """A trainer can compute the value from its own logits and the reported kept mass. It need not
-    know which tokens were removed."""
+    """A training program can compute the log-probability from its own logits and the reported kept
+    mass. It need not know which tokens were removed."""
     engine = with_mode(engines, shallow_folder, "processed_logprobs", num_scheduler_steps=3)
     assert engine.tokenizer is not None
     prompt, own = engine.tokenizer.encode(QUESTION), params(5, RANDOM["truncated"])
@@ -200,7 +200,7 @@ def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_mass(
     assert len({entry.kept_mass for entry in entries}) > 1
 
 
-def test_prompt_tokens_have_raw_logprobs_in_a_logits_mode(
+def test_prompt_logprobs_are_raw_even_if_logprobs_mode_returns_logits(
     engines: Engines, shallow_folder: Path, logits: Logits
 ):
     engine = with_mode(engines, shallow_folder, "raw_logits")
@@ -227,7 +227,9 @@ def test_prompt_tokens_have_raw_logprobs_in_a_logits_mode(
         ),
     ],
 )
-def test_logprobs_rank_answers_in_every_mode(engines: Engines, shallow_folder: Path, mode: str):
+def test_every_logprobs_mode_ranks_beams_and_samples_by_raw_logprobs(
+    engines: Engines, shallow_folder: Path, mode: str
+):
     engine, plain = (with_mode(engines, shallow_folder, it) for it in (mode, "raw_logprobs"))
     for temperature in (0.0, 1.0):
         search = SamplingParams(temperature=temperature, beam_width=3, n=3, max_tokens=6)

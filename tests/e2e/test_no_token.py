@@ -31,7 +31,8 @@ VICTIMS: dict[str, tuple[list[int], SamplingParams]] = {
     "scored": ([3, 4, 5, BAD], SamplingParams(logprobs=3, prompt_logprobs=1, max_tokens=9)),
     "penalized": ([BAD, 3], SamplingParams(frequency_penalty=0.5, min_tokens=3, max_tokens=9)),
     "search": ([3, BAD], SamplingParams(beam_width=4, max_tokens=9)),
-    # This request samples `BAD`, because of the bias. Its logits are finite until then.
+    # A logit bias makes this request sample `BAD`. The logits of the request are finite before
+    # that.
     "later": ([3, 4], SamplingParams(logit_bias={BAD: 100.0}, temperature=0.0, max_tokens=9)),
 }
 
@@ -71,8 +72,8 @@ def engine(engines: Engines, nan_folder: Path, request: pytest.FixtureRequest) -
 
 
 def step(engine: Engine, last: dict[str, Any]) -> None:
-    """Run a step, check the engine's records of blocks, and store the last output of each request
-    in `last`."""
+    """Run a step, check the engine's block counts, and store the last output of each request in
+    `last`."""
     last.update((output.request_id, output) for output in engine.step())
     engine.check_integrity()
 
@@ -83,7 +84,7 @@ def step(engine: Engine, last: dict[str, Any]) -> None:
 def test_nan_logits_of_one_request_end_that_request_only(engine: Engine, victim: str):
     expected = {name: answers(engine.generate(*HEALTHY[name])) for name in HEALTHY}
     prompt, params = VICTIMS[victim]
-    for _ in range(2):  # the second time, blocks that held NaN are reused
+    for _ in range(2):  # the second run reuses blocks that held NaN
         last: dict[str, Any] = {}
         for name in HEALTHY:
             engine.add_request(*HEALTHY[name], request_id=name)
@@ -132,8 +133,9 @@ def test_nan_in_the_null_block_changes_no_answer(
     assert answers(found) == answers(expected)
 
 
-def test_nan_logits_in_a_burst_end_one_request_only(engines: Engines, nan_folder: Path):
-    """One request samples the token `BAD`, whose embedding is NaN, in the step before the burst."""
+def test_nan_logits_in_a_multi_step_decode_end_one_request_only(engines: Engines, nan_folder: Path):
+    """One request samples the token `BAD`, whose embedding is NaN, in the step before the
+    multi-step decode."""
     burst, long = 3, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     options = {**OPTIONS, "max_num_seqs": 8, "num_scheduler_steps": burst}
     engine, (prompt, _) = engines(nan_folder, **options), HEALTHY["greedy"]

@@ -33,7 +33,7 @@ def complete(engine: Engine, prompt: Any, params: Any = GREEDY) -> Any:
 
 
 def cacheable(num_tokens: int) -> int:
-    """Return how many of a prompt's tokens can come from the cache: those in full blocks that do
+    """Return how many tokens of a prompt can come from the cache: the tokens in full blocks that do
     not contain the last token."""
     return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
@@ -87,7 +87,7 @@ def test_next_turn_of_a_conversation_reuses_the_cached_history(engines: Engines)
     assert output.num_cached_tokens > len(engine.render_chat(messages[:3]))  # answers are cached
 
 
-def test_generated_tokens_are_cached_in_full_blocks(engine: Engine):
+def test_full_blocks_of_generated_tokens_are_cached(engine: Engine):
     prompt = encode(engine, QUESTION)
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     whole = prompt + list(complete(engine, prompt, params).outputs[0].token_ids)
@@ -191,7 +191,7 @@ def test_pinned_prefix_survives_eviction(engines: Engines, shallow_folder: Path)
     waiting = engine.add_request(QUESTION, GREEDY)
     pin = engine.pin_prefix(PREFIX)
     assert engine.stats().num_pinned_blocks == num_blocks
-    again = engine.pin_prefix(prompt)  # all its blocks are cached
+    again = engine.pin_prefix(prompt)  # all blocks of this prompt are cached
     engine.check_integrity()
     rng = random.Random(1)
     noise = [[rng.randrange(5, 200) for _ in range(100)] for _ in range(12)]

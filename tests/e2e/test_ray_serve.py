@@ -32,7 +32,7 @@ compares."""
 
 
 class Replicas:
-    """Runs the example in a process, and collects the output of the process and of its replicas."""
+    """Run the example in a process, and collect the output of the process and of its replicas."""
 
     def __init__(self, cache: Path):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -54,7 +54,8 @@ class Replicas:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return the process id of each replica that has served, by the replica's name."""
+        """Return a dict from the names of the replicas that have served requests to their process
+        ids."""
         found = re.findall(r"pid=(\d+).*replica (\w+) serves", self.log)
         return {name: int(pid) for pid, name in found}
 
@@ -140,7 +141,9 @@ def replicas(compilation_cache: Path) -> Iterator[Replicas]:
         started.end()
 
 
-def test_ray_replicas_serve_route_and_recover(replicas: Replicas, kept_engines: Engines):
+def test_ray_serve_example_routes_to_replicas_and_replaces_a_killed_one(
+    replicas: Replicas, kept_engines: Engines
+):
     prompts = [f"{group}{number}" for number in range(16) for group in GROUPS]
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     outputs = kept_engines(**OPTIONS).generate(prompts, greedy)

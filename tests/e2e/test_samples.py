@@ -116,7 +116,7 @@ def test_samples_end_independently(engine: Engine):
     check_same(got, alone(engine, PROMPT, params))
 
 
-def test_stop_string_ends_only_the_sample_with_it(engine: Engine):
+def test_stop_string_ends_only_the_sample_that_contains_it(engine: Engine):
     params = replace(WARM, n=4, ignore_eos=True, temperature=5.0)
     free = outputs_of(engine, PROMPT, params)
     stop = next(t for t in free[2].text if all(t not in free[i].text for i in (0, 1, 3)))
@@ -132,7 +132,7 @@ def test_streamed_deltas_join_to_the_samples(engine: Engine, best_of: int | None
     params = replace(WARM, n=4, best_of=best_of, max_tokens=64, logprobs=1)
     deltas = list(engine.stream(PROMPT, params))
     order = [d.index for d in deltas]
-    assert order != sorted(order)  # interleaved
+    assert order != sorted(order)  # deltas of the samples are interleaved
     samples = outputs_of(engine, PROMPT, params)
     check_same(samples, outputs_of(engine, PROMPT, replace(params, best_of=None)))
     for i, sample in enumerate(samples):
@@ -186,7 +186,9 @@ def test_mixed_batch_gives_the_answers_of_single_requests(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["penalties", "truncated"])
-def test_padded_logits_rows_change_no_answer(engines: Engines, shallow_folder: Path, kind: str):
+def test_padding_rows_of_the_logits_change_no_answer(
+    engines: Engines, shallow_folder: Path, kind: str
+):
     """The logits of a step of 33 to 48 sequences are padded to 64 rows."""
     engine = engines(shallow_folder, max_num_seqs=64, num_blocks=300)
     own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]

@@ -62,7 +62,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def is_in_default_tier(feature: str, loop: str, num_drafts: int) -> bool:
-    """Choose one engine for all features, so that they share its programs, and another for one."""
+    """Choose the default tier: all features but "greedy" use one engine, so that they share its
+    compiled programs. "greedy" uses another engine."""
     engine = ("synchronous", 7) if feature == "greedy" else ("overlapped", 3)
     return (loop, num_drafts) == engine
 
@@ -71,7 +72,7 @@ def is_in_default_tier(feature: str, loop: str, num_drafts: int) -> bool:
     ("feature", "loop", "num_drafts"),
     covering(FEATURES, LOOPS, [1, 3, 7], strength=0, keep=is_in_default_tier),
 )
-def test_tokens_are_the_same_with_speculation(
+def test_speculative_decoding_changes_no_token(
     engines: Engines, shallow_folder: Path, feature: str, loop: str, num_drafts: int
 ):
     options = {"speculative_config": replace(NGRAM, num_speculative_tokens=num_drafts)}
@@ -94,7 +95,7 @@ def test_tokens_are_the_same_with_speculation(
         ),
     ],
 )
-def test_scores_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: Path, mode: str):
+def test_logprobs_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: Path, mode: str):
     """With speculation, scores may be rounded differently, because a step computes more rows."""
     speculative = engines(shallow_folder, speculative_config=NGRAM, logprobs_mode=mode)
     plain = engines(shallow_folder, logprobs_mode=mode)
@@ -125,7 +126,7 @@ def test_scores_belong_to_the_accepted_tokens(engines: Engines, shallow_folder: 
         pytest.param("recompute", "synchronous", 1, marks=pytest.mark.full),
     ],
 )
-def test_arrivals_and_aborts_change_no_speculative_answer(
+def test_arrivals_and_aborts_change_no_answer_with_speculation(
     engines: Engines, shallow_folder: Path, mode: str, loop: str, block_size: int
 ):
     """Requests arrive and are aborted at random. They have priorities, beams, samples and common
@@ -165,8 +166,10 @@ def test_arrivals_and_aborts_change_no_speculative_answer(
     assert after.num_preemptions > before.num_preemptions
 
 
-def test_row_may_be_preempted_within_a_speculative_burst(engines: Engines, shallow_folder: Path):
-    """A step of a burst preempts a row that earlier steps of the burst compute."""
+def test_sequence_may_be_preempted_within_a_speculative_multi_step_decode(
+    engines: Engines, shallow_folder: Path
+):
+    """A step preempts a sequence that earlier steps of the same multi-step decode compute."""
     options: dict[str, Any] = {"block_size": 4, "max_model_len": 120}
     tight: dict[str, Any] = {"num_blocks": 40, "preemption_mode": "recompute"}
     speculative = engines(
@@ -179,7 +182,7 @@ def test_row_may_be_preempted_within_a_speculative_burst(engines: Engines, shall
     assert speculative.stats().num_preemptions > before
 
 
-def test_steps_with_constrained_rows_have_no_drafts(engines: Engines, shallow_folder: Path):
+def test_steps_with_a_grammar_have_no_drafts(engines: Engines, shallow_folder: Path):
     """A row with a grammar is constrained. The other rows of the batch verify drafts again when the
     constrained request has ended."""
     speculative = engines(shallow_folder, speculative_config=NGRAM)
@@ -223,7 +226,7 @@ def test_prefixes_with_accepted_tokens_are_cached(engines: Engines, shallow_fold
 
 
 @pytest.mark.gpu2
-def test_several_devices_accept_the_same_drafts(engines: Engines, shallow_folder: Path):
+def test_tensor_parallel_devices_accept_the_same_drafts(engines: Engines, shallow_folder: Path):
     options: dict[str, Any] = {"tensor_parallel_size": 2, "speculative_config": NGRAM}
     speculative, plain = engines(shallow_folder, **options), engines(shallow_folder)
     kinds = [SamplingParams(temperature=i, seed=i, max_tokens=40) for i in (0, 1, 0)]

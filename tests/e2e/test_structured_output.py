@@ -1,5 +1,5 @@
-"""Test answers with a grammar: alone, in a batch, in each engine loop, and with too few blocks for
-all requests."""
+"""Test answers that a grammar constrains: as single requests, in a batch, in each engine loop, and
+with too few blocks for all requests."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def workload(count: int = len(KINDS)) -> tuple[list[list[int]], list[SamplingPar
 
 
 @pytest.mark.parametrize("spec", [*SPECS])
-def test_constrained_answers_match_their_spec(engine: Engine, spec: str):
+def test_answers_match_their_structured_output_spec(engine: Engine, spec: str):
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=120, structured_outputs=SPECS[spec])
         for i, t in enumerate((0.0, 1.0, 1.0, 1.5, 1.5))
@@ -106,7 +106,7 @@ def test_constrained_answers_match_their_spec(engine: Engine, spec: str):
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_other_rows_of_the_batch_change_no_constrained_answer(
+def test_other_requests_in_the_batch_change_no_answer_with_a_grammar(
     engines: Engines, shallow_folder: Path, loop: str
 ):
     engine = engines(shallow_folder, **LOOPS[loop])
@@ -129,7 +129,7 @@ def test_other_rows_of_the_batch_change_no_constrained_answer(
         pytest.param("recompute", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.soak),
     ],
 )
-def test_preemption_and_prefix_caching_change_no_constrained_token(
+def test_preemption_and_prefix_caching_change_no_token_of_answers_with_a_grammar(
     engines: Engines, shallow_folder: Path, mode: str, options: dict[str, Any]
 ):
     options = {"max_model_len": 160, "block_size": 8, **options}
@@ -140,20 +140,22 @@ def test_preemption_and_prefix_caching_change_no_constrained_token(
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_tensor_parallel_devices_apply_the_same_masks(engines: Engines, shallow_folder: Path):
+def test_tensor_parallel_devices_apply_the_same_grammar_masks(
+    engines: Engines, shallow_folder: Path
+):
     prompts, params = workload()
     alone, both = (engines(shallow_folder, dtype="float32", tensor_parallel_size=n) for n in (1, 2))
     assert answers(both.generate(prompts, params)) == answers(alone.generate(prompts, params))
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_steps_without_a_grammar_have_no_mask(engine: Engine):
+def test_steps_without_a_grammar_have_no_token_mask(engine: Engine):
     with engine.record_steps() as steps:
         engine.generate(QUESTION, GREEDY)
         assert not any(name == "mask" for launch in steps.launches for name, _ in launch.programs)
         engine.generate(QUESTION, SamplingParams(structured_outputs=DATE, seed=1))
     masked = [it for it in steps.launches if any(name == "mask" for name, _ in it.programs)]
-    assert len(masked) >= len("2000-01-01")  # a token is one byte here
+    assert len(masked) >= len("2000-01-01")  # a token of this tokenizer is one byte
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"detokenize": False}], ids=str)
@@ -170,7 +172,7 @@ def test_end_token_ends_an_answer_that_could_continue(engine: Engine):
     biased = {"structured_outputs": digits, "logit_bias": dict.fromkeys(engine_eos(engine), 100)}
     (answer,) = engine.generate(QUESTION, SamplingParams(max_tokens=50, **biased))[0].outputs
     assert answer.finish_reason == "stop"
-    assert len(answer.text) == 1  # the end token may not precede the first digit
+    assert len(answer.text) == 1  # the grammar forbids the end token before the first digit
     assert answer.token_ids[-1] in engine_eos(engine)
     ignoring = SamplingParams(max_tokens=50, ignore_eos=True, **biased)
     (answer,) = engine.generate(QUESTION, ignoring)[0].outputs
@@ -214,7 +216,7 @@ def test_streamed_deltas_of_a_constrained_answer_join_to_the_answer(engine: Engi
     assert "".join(delta.text for delta in engine.stream(QUESTION, JSON_PARAMS)) == whole
 
 
-# Requests whose grammar is being compiled or fails
+# Tests of requests whose grammar is still being compiled, or fails to compile
 
 
 @pytest.fixture
@@ -319,7 +321,7 @@ def test_grammar_that_fails_during_an_answer_ends_its_request_only(engine: Engin
 
 
 @pytest.mark.parametrize("where", ["with the mask", "with a received token"])
-def test_error_of_the_mask_worker_ends_only_one_request(
+def test_error_in_the_mask_process_ends_only_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     expected = generate_text(engine, JSON_PARAMS)
@@ -380,12 +382,12 @@ def stopped_mask_workers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
+def test_killing_the_mask_process_ends_only_requests_with_a_grammar(engine: Engine):
     expected = generate_text(engine, JSON_PARAMS)
     for num_steps in (0, 1, 6):
         names = [engine.add_request(QUESTION, it) for it in (JSON_PARAMS, GREEDY, JSON_PARAMS)]
         take_steps(engine, num_steps)
-        for pid in mask_processes():  # also kills the mask workers of other engines
+        for pid in mask_processes():  # this also kills the mask worker processes of other engines
             os.kill(pid, signal.SIGKILL)
         final = final_updates(engine)
         errors = [final[it].error for it in names]
@@ -397,7 +399,7 @@ def test_killed_mask_worker_ends_constrained_requests_only(engine: Engine):
         assert generate_text(engine, JSON_PARAMS) == expected
 
 
-def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
+def test_mask_process_starts_with_the_first_grammar_and_ends_with_the_engine(
     new_engine: Engines, shallow_folder: Path
 ):
     others = mask_processes()
@@ -411,7 +413,7 @@ def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_rows_with_late_masks_skip_steps(
+def test_sequences_with_late_grammar_masks_skip_steps(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ):
     engine = engines(shallow_folder, **LOOPS[loop])
@@ -422,18 +424,20 @@ def test_rows_with_late_masks_skip_steps(
     assert (len(counts) > 0) == (loop != "synchronous")
 
 
-def test_most_rows_of_a_step_can_skip_the_step(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+def test_most_sequences_of_a_step_can_skip_the_step(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
     engine = engines(**LOOPS["overlapped"])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)]
     params += [SamplingParams(max_tokens=30, seed=i, structured_outputs=DATE) for i in range(4)]
     expected = answers(engine.generate([QUESTION] * 5, params))
     counts = delay_masks(monkeypatch, chance=0.6, heavy=True)
     assert answers(engine.generate([QUESTION] * 5, params)) == expected
-    assert max(counts) > 1  # 2 of 5 rows are more than a quarter
+    assert max(counts) > 1  # two of the five rows skip the same step, which is more than a quarter
 
 
 @pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
-def test_answer_ends_correctly_if_the_mask_worker_matches_its_last_token_late(
+def test_answer_ends_correctly_if_the_mask_process_matches_the_last_token_late(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, loop: str
 ):
     engine = engines(**LOOPS[loop])
@@ -462,7 +466,7 @@ def test_answer_ends_correctly_if_the_mask_worker_matches_its_last_token_late(
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_generation_waits_for_a_busy_mask_worker(
+def test_generate_waits_for_a_busy_mask_process(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """In `generate`, a row that cannot skip a step waits longer than 100 ms for its mask. The limit
@@ -480,7 +484,8 @@ def test_generation_waits_for_a_busy_mask_worker(
             threading.Timer(0.3, os.kill, (self.pid, signal.SIGCONT)).start()
         return gather_masks(self, *args)
 
-    # Simulate a busy machine: the mask worker counts as running, and waits for CPU time.
+    # Simulate a busy machine: the mask worker has stopped, but the engine believes that it waits
+    # for CPU time.
     monkeypatch.setattr(MaskWorkerClient, "is_running", True)
     monkeypatch.setattr(MaskWorkerClient, "gather_masks", stop_first)
     assert answers(engine.generate([QUESTION] * 2, params)) == expected
@@ -488,7 +493,7 @@ def test_generation_waits_for_a_busy_mask_worker(
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
+def test_stopped_mask_process_delays_no_request_without_a_grammar(engine: Engine):
     """While the mask worker is stopped, rows that cannot skip a step fail. Other rows with a
     grammar continue when the mask worker continues."""
     expected = generate_text(engine, JSON_PARAMS)
@@ -517,7 +522,7 @@ def test_stopped_mask_worker_delays_no_unconstrained_row(engine: Engine):
     assert generate_text(engine, JSON_PARAMS) == expected
 
 
-def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
+def test_requests_without_a_grammar_wait_at_most_100_ms_for_a_grammar_mask(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     """The limit also holds on a busy machine, while the mask worker waits for CPU time."""
@@ -541,7 +546,7 @@ def test_unconstrained_rows_wait_at_most_100_ms_for_a_row_that_cannot_skip(
 
 
 @pytest.mark.parametrize("kind", [*in_full_tier(2), 5], ids=["several samples", "penalties"])
-def test_step_waits_for_masks_of_rows_that_cannot_skip(
+def test_step_waits_for_grammar_masks_of_sequences_that_cannot_skip_it(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
 ):
     engine = engines(**LOOPS["overlapped"])
@@ -550,14 +555,15 @@ def test_step_waits_for_masks_of_rows_that_cannot_skip(
     expected = answers(engine.generate([QUESTION] * 13, params))
     counts = delay_masks(monkeypatch, chance=0.2)
     assert answers(engine.generate([QUESTION] * 13, params)) == expected
-    assert not counts or kind == 2  # the last remaining sample can skip a step
+    # with `kind` 2, the last running sample of the request can skip a step
+    assert not counts or kind == 2
 
 
 def delay_masks(
     monkeypatch: pytest.MonkeyPatch, chance: float, *, heavy: bool = False
 ) -> list[int]:
-    """Delay random masks. Return a list to which each step with skipping rows appends the number of
-    these rows."""
+    """Delay random masks. Return a list. Each step that some rows skip appends the number of these
+    rows to the list."""
     gather_masks, postpone_rows = MaskWorkerClient.gather_masks, Scheduler.postpone_rows
     rng, counts = random.Random(1), list[int]()
 

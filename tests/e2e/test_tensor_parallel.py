@@ -66,7 +66,7 @@ GREEDY_12 = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, deto
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that saves a random checkpoint of a family."""
+    """Return a function that saves a random checkpoint of a model family."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -100,7 +100,7 @@ def check_same_tokens(pair: Iterable[Engine], prompts: list[Any], params: Any = 
         for each in itertools.product(FAMILIES, COUNTS)
     ],
 )
-def test_every_family_gives_the_tokens_of_one_device(
+def test_every_model_family_gives_the_same_tokens_as_on_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str, count: int
 ):
     rng = np.random.default_rng(count)
@@ -116,7 +116,7 @@ def test_every_family_gives_the_tokens_of_one_device(
         for each in itertools.product(("qwen3_moe", "mixtral", "olmoe"), COUNTS)
     ],
 )
-def test_expert_parallel_devices_give_the_tokens_of_one_device(
+def test_expert_parallel_devices_give_the_same_tokens_as_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str, count: int
 ):
     rng = np.random.default_rng(count)
@@ -151,7 +151,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("pair", "name"), covering(LOOPS, SAMPLING, strength=1), indirect=["pair"])
-def test_each_sampling_option_gives_the_tokens_of_one_device(pair: list[Engine], name: str):
+def test_each_sampling_option_gives_the_same_tokens_as_on_one_device(pair: list[Engine], name: str):
     prompts = [QUESTION, "Say hello", "Count from 1 to 20"]
     check_same_tokens(pair, prompts, SamplingParams(**{"max_tokens": 24, **SAMPLING[name]}))
 
@@ -167,11 +167,11 @@ def test_each_sampling_option_gives_the_tokens_of_one_device(pair: list[Engine],
         ("synchronous", 8),
     ],
 )
-def test_mixed_rows_in_one_step_give_the_tokens_of_one_device(
+def test_step_with_mixed_sampling_options_gives_the_same_tokens_as_on_one_device(
     engines: Engines, folders: Callable[[str], Path], loop: str, count: int
 ):
     """Greedy and seeded rows need only the best token of each device. These rows run longest, so
-    the last steps have no other rows."""
+    the last steps have only greedy and seeded rows."""
     kinds = {name: it for name, it in SAMPLING.items() if name != "structured"}
     kinds["scored"] = {"temperature": 0.8, "logprobs": 3}
     lengths = {"greedy": 24, "seeded": 16}
@@ -252,7 +252,7 @@ def test_preempted_sequences_continue_on_tensor_parallel_devices(
         assert stats.num_swapped_out_blocks > 0
 
 
-def test_memory_account_has_the_bytes_of_one_device(engines: Engines):
+def test_memory_account_reports_the_bytes_of_one_device(engines: Engines):
     alone, both = (on_devices(engines, count) for count in (1, 2))
     one, two = alone.memory_account, both.memory_account
     assert two.kv_cache * 2 == one.kv_cache
@@ -349,10 +349,8 @@ def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
 
 @pytest.fixture
 def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemory]:
-    """Return a list that gets the peer memory of each engine of the test. Virtual devices get peer
-    memory too.
-
-    The programs of virtual devices equal those of GPUs, except for the all-reduces.
+    """Return a list to which each engine of the test appends its peer memory. Virtual devices get
+    peer memory too. Virtual devices run the same programs as GPUs, except for the all-reduces.
     """
     made: list[peer_memory.PeerMemory] = []
 

@@ -1,4 +1,5 @@
-"""Compare the text tokens of a multimodal Gemma 3 checkpoint with those of `transformers`."""
+"""Generate text with a multimodal Gemma 3 checkpoint, and compare the tokens with
+`transformers`."""
 
 from pathlib import Path
 

@@ -53,8 +53,8 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Path | None, dict[int, list[tuple]]]:
-    """Return a dict in which the tests cache the answers of single requests, by model and then by
-    the index of the request."""
+    """Return a dict that caches the answers of single requests. Its keys are models; its values map
+    the index of a request to the answers."""
     return {}
 
 
@@ -87,7 +87,7 @@ def test_memory_pressure_changes_no_answer(
     count: int,
 ):
     chosen = examples[:count]
-    is_right = count > FEW  # the shallow model gives wrong answers
+    is_right = count > FEW  # short runs use a model with two layers, whose answers are wrong
     model = None if is_right else shallow_folder
     roomy = engines(model, num_blocks=ROOMY, **SHAPE, enable_prefix_caching=False)
     pressed = {"num_blocks": POOL + 1, **SHAPE, "preemption_mode": mode, **options}
@@ -105,7 +105,7 @@ def test_memory_pressure_changes_no_answer(
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [FEW, 80])
-def test_random_aborts_change_no_other_answer(
+def test_random_aborts_change_no_answer_of_other_requests(
     engines: Engines,
     shallow_folder: Path,
     examples: list[Example],

@@ -1,4 +1,5 @@
-"""An engine takes new weights from arrays on its devices, and computes later tokens with them."""
+"""Test that an engine can replace its weights by arrays on its devices, and computes later tokens
+with the new weights."""
 
 from pathlib import Path
 
@@ -39,17 +40,13 @@ def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[lis
     return token_ids(engine.generate(prompts, GREEDY))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full),
-        pytest.param({"quantization": "fp8"}, marks=pytest.mark.full),
-        pytest.param({"num_scheduler_steps": 1, "async_scheduling": False}, marks=pytest.mark.full),
-    ],
+    [{}, {"tensor_parallel_size": 2}, {"quantization": "fp8"}, {"async_scheduling": False}],
     ids=str,
 )
-def test_updated_engine_answers_as_a_new_one(
+def test_engine_with_updated_weights_gives_the_same_answers_as_a_new_engine(
     new_engine: Engines, folders: tuple[Path, Path], tensors: tuple[Tensors, Tensors], options: dict
 ):
     engine = new_engine(folders[0], **OPTIONS, **options)
@@ -59,6 +56,8 @@ def test_updated_engine_answers_as_a_new_one(
     after = answers(engine)
     assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
     assert after == answers(new_engine(folders[1], **OPTIONS, **options)) != before
+    engine.sleep(level=2)
     engine.update_weights(tensors[0])
+    engine.wake_up()
     assert (answers(engine), engine.weights_version) == (before, 8)
     engine.check_integrity()

@@ -1,4 +1,5 @@
-"""Test that a row of a batch-invariant op has the same bits among any other rows."""
+"""Test that each result row of a batch-invariant op has the same bits for any other rows in the
+batch."""
 
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ def _bits(x) -> np.ndarray:
 
 
 def _check_rows(op, x):
-    """Check that `op` of some rows of `x` has the bits of `op(x)`, and return `op(x)`."""
+    """Check that `op` gives some rows of `x` alone the same bits as in `op(x)`. Return `op(x)`."""
     whole = op(x)
     for count in NUM_ROWS:
         for first in (0, MOST_ROWS - count):
@@ -55,7 +56,7 @@ def _check_rows(op, x):
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "transposed", "gated"])
-def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, kind):
+def test_bits_of_a_gemm_row_do_not_depend_on_other_rows(backend, depth, width, kind):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((MOST_ROWS, depth)), BF16)
     weight = jnp.asarray(rng.standard_normal((depth, width)) * depth**-0.5, BF16)
@@ -82,7 +83,7 @@ def test_bits_of_a_product_do_not_depend_on_other_rows(backend, depth, width, ki
 @pytest.mark.parametrize(
     "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
 )
-def test_bits_of_experts_do_not_depend_on_other_tokens(backend):
+def test_bits_of_expert_outputs_do_not_depend_on_other_tokens(backend):
     """The numbers of tokens are such that the tiles have 8 to 128 rows."""
     rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
     x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
@@ -221,7 +222,7 @@ def test_gpu_without_a_batch_invariant_kernel_raises_an_error():
         (A100, 64, "on NVIDIA A100: use a Hopper GPU"),
     ],
 )
-def test_gpu_without_a_kernel_of_experts_raises_an_error(device, inner, message):
+def test_gpu_without_a_batch_invariant_expert_kernel_raises_an_error(device, inner, message):
     def run(x, logits, weight):
         options: dict[str, Any] = {"backend": Backend.TRITON, "batch_invariant": True}
         return expert_gated_gemm(x, weight, route(logits, 2, **options), **options)

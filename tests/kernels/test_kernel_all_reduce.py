@@ -169,7 +169,7 @@ def hash_numbers(*numbers: Any) -> jax.Array:
 
 
 def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """Return the bits of the rows that a device adds in sum number `index`.
+    """Return the bits of the rows that a device contributes to the all-reduce number `index`.
 
     The rows are pseudo-random bfloat16 numbers with exponents from -8 to 7.
     """
@@ -182,7 +182,8 @@ def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
 
 
 def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
-    """Return the bits of sum number `index`: the devices' rows, added in the devices' order."""
+    """Return the expected bits of the all-reduce number `index`: the rows of all devices, added in
+    the order of the devices."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
         rows = make_addend(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
@@ -191,7 +192,7 @@ def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
 
 
 def delay(x: jax.Array, turns: jax.Array) -> jax.Array:
-    """Return `x` after a delay of about 3 ns * `turns`. Each device may have another delay."""
+    """Return `x` after a delay of about 3 ns * `turns`. The delay may differ between devices."""
 
     def wait(turns_ref, out_ref):
         step = lambda _, state: state * jnp.int32(1664525) + jnp.int32(1013904223)  # noqa: E731

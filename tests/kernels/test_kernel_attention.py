@@ -627,7 +627,7 @@ FP8_HOPPER_CASES = [
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_head_groups_fill_the_rows_of_a_tile(group):
+def test_query_heads_per_tile_leave_few_matrix_rows_idle(group):
     """With 8,192 tokens, at most 7% of the matrix rows are idle. Smaller steps may leave more rows
     idle, because they need fewer tiles then."""
     for num_tokens in (64, 512, 2048, 8192):

@@ -1,4 +1,4 @@
-"""Compare the routing and the GEMMs of experts with the slow references."""
+"""Compare expert routing and expert GEMMs with slow reference implementations."""
 
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
 NUM_EXPERTS, NUM_CHOICES = 6, 3
-# Width of a token and width of an expert, by dtype. Only those for bfloat16 are multiples of the
-# tiles of the Hopper kernels.
+# Maps a dtype to (hidden size, width of an expert). Only the sizes for bfloat16 are multiples of
+# the tiles of the Hopper kernels.
 SIZES = {BF16: (128, 64), F32: (80, 48)}
 
 
@@ -78,7 +78,7 @@ def is_default(case, dtype, backend):
 @pytest.mark.parametrize(
     ("case", "dtype", "backend"), on_backends(CASES, [F32, BF16], strength=0, keep=is_default)
 )
-def test_experts_equal_the_reference(case, dtype, backend):
+def test_expert_routing_and_gemms_equal_the_reference(case, dtype, backend):
     kind, num_tokens, num_real = case
     logits, x = make_logits(kind, num_tokens), make_rows(num_tokens, dtype)
     gate_up, down = make_weights(dtype)
@@ -127,7 +127,7 @@ def test_outputs_of_devices_with_some_experts_add_up_to_the_whole_output(dtype, 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
-def test_nan_row_changes_no_other_row(dtype, backend):
+def test_nan_in_one_token_changes_no_other_row_of_expert_outputs(dtype, backend):
     logits, x = make_logits("random", 21), make_rows(21, dtype)
     gate_up, down = make_weights(dtype)
     clean = route(jnp.asarray(logits), NUM_CHOICES, backend=backend)
@@ -140,7 +140,7 @@ def test_nan_row_changes_no_other_row(dtype, backend):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_arguments_that_do_not_fit_are_refused():
+def test_expert_ops_refuse_arguments_that_do_not_fit():
     logits, x = jnp.zeros((3, NUM_EXPERTS)), make_rows(3, F32)
     gate_up, down = make_weights(F32)
     options: dict[str, Any] = {"backend": Backend.XLA}
@@ -161,7 +161,7 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))
 
 
-def test_no_tokens_give_no_rows():
+def test_expert_ops_of_no_tokens_return_no_rows():
     gate_up, down = make_weights(F32)
     options: dict[str, Any] = {"backend": Backend.XLA}
     routing = route(jnp.zeros((0, NUM_EXPERTS)), NUM_CHOICES, **options)
@@ -171,7 +171,7 @@ def test_no_tokens_give_no_rows():
     assert expert_down_gemm(inner, down, routing, **options).shape == (0, width)
 
 
-def test_few_tokens_convert_the_weights_of_few_experts():
+def test_only_weights_of_chosen_experts_are_converted_to_float32():
     """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
@@ -206,17 +206,25 @@ def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
 
 
 @pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
-@pytest.mark.parametrize(("num_factors", "out_itemsize"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize("num_factors", [2, 1])
+@pytest.mark.parametrize("grouped", [None, False, True])
 def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
-    depth, width, num_factors, out_itemsize
+    depth, width, num_factors, grouped
 ):
+    """Test 2-byte dtypes (`grouped` is None), and FP8 with scales of rows or of groups."""
+    itemsize, choose = 2, tuning.experts_config
+    if grouped is not None:
+        itemsize, choose = 1, partial(tuning.fp8_experts_config, grouped=grouped)
     for num_tokens in (1, 8, 64, 256, 1024, 65536):
-        sizes = num_tokens, 8, 128, depth, width, 2, num_factors, out_itemsize
-        config = tuning.experts_config(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
+        sizes = num_tokens, 8, 128, depth, width, itemsize, num_factors, 2
+        config = choose(tuning.ExpertsProblem(*sizes, 132, "NVIDIA H200"))
+        if depth * itemsize % 128:
+            assert config is None
+            continue
         assert config is not None
         columns = 64 * config.num_consumers * config.num_blocks
         assert width * num_factors % columns == 0
         stage = (columns + config.tile_rows) * 128
-        out = 64 * config.num_consumers * config.tile_rows * out_itemsize
+        out = 64 * config.num_consumers * config.tile_rows * 2
         assert config.num_stages >= 2
         assert config.num_stages * stage + out + 1024 <= MAX_SHARED_BYTES

@@ -1,4 +1,4 @@
-"""Compare the GEMMs of FP8 experts with the slow references."""
+"""Compare the expert GEMMs of FP8 matrices with slow reference implementations."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F8, F32, XLA_AND_TRITON
+from kernel_cases import BF16, F8, F32, IMPLEMENTATIONS
 
 from pallas_kernels import (
     FP8_GROUP_SIZE,
@@ -46,7 +46,7 @@ def random_fp8(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def make_rows(kind: str, num_rows: int, width: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Return FP8 rows, their scales, and a scale for each number."""
+    """Return random FP8 rows, their scales, and an array with the scale of each number."""
     rng = np.random.default_rng(num_rows)
     groups = num_blocks(width) if kind == "block" else 1
     scale = rng.uniform(1e-3, 1e-2, (num_rows, groups)).astype(np.float32)
@@ -61,7 +61,8 @@ def make_rows(kind: str, num_rows: int, width: int) -> tuple[jax.Array, jax.Arra
 def make_weights(
     kind: str, parts: int, size: int, depth: int
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Return the FP8 weights of all experts, their scales, and a scale for each number."""
+    """Return random FP8 weights of all experts, their scales, and an array with the scale of each
+    number."""
     rng = np.random.default_rng(depth)
     weight = random_fp8(rng, NUM_EXPERTS, parts * size, depth)
     if kind == "channel":
@@ -75,13 +76,14 @@ def make_weights(
 
 
 def assert_close(got: jax.Array, want: np.ndarray, dtype: Any, backend: Backend) -> None:
-    """Check that the error is one rounding to `dtype`; a GPU multiplies blocks in bfloat16."""
-    allowed = float(jnp.finfo(dtype).eps) if backend is Backend.XLA else 2e-2
+    """Check that the error is that of rounding to `dtype`, or of a tensor core that sums FP8."""
+    allowed = 2e-3 if backend is Backend.TRITON else 0
+    allowed = max(allowed, float(jnp.finfo(dtype).eps))
     error = np.abs(np.asarray(got, np.float64) - want).max()
     assert error <= max(allowed, 2e-6) * np.abs(want).max()
 
 
-@pytest.mark.parametrize("backend", XLA_AND_TRITON)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "num_real", "width", "inner", "dtype"),
     [
@@ -91,7 +93,9 @@ def assert_close(got: jax.Array, want: np.ndarray, dtype: Any, backend: Backend)
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
                 ("channel", 1, None, 64, 48, BF16),
-                ("channel", 9, 0, 64, 48, F32),
+                ("channel", 9, 0, 128, 64, F32),
+                ("channel", 130, 121, 256, 128, BF16),
+                ("block", 130, 121, 128, 320, BF16),
                 ("block", 1, None, 128, 256, BF16),
                 ("block", 70, None, 40, 72, F32),
                 ("block", 9, 0, 128, 128, F32),
@@ -114,7 +118,8 @@ def test_fp8_experts_equal_the_reference(
     if is_hit.any():
         assert_close(got[positions][is_hit], want[is_hit], dtype, backend)
     x, x_scale, x_scales = make_rows(kind, num_tokens * NUM_CHOICES, inner)
-    # Rows that hit no expert are undefined, and must not change the result.
+    # Rows of pairs (token, choice) that hit no expert are undefined, and must not change the
+    # result.
     undefined = jnp.arange(len(x)) >= offsets[-1]
     x_scale = jnp.where(undefined.reshape(-1, *[1] * (x_scale.ndim - 1)), jnp.nan, x_scale)
     weight, scale, scales = make_weights(kind, 1, width, inner)
@@ -126,8 +131,9 @@ def test_fp8_experts_equal_the_reference(
 
 
 @pytest.mark.parametrize("kind", ["channel", pytest.param("block", marks=pytest.mark.full)])
-def test_few_tokens_convert_the_fp8_weights_of_few_experts(kind: str):
-    """On a CPU, XLA computes FP8 products in float32, and must not convert all experts."""
+def test_only_fp8_weights_of_chosen_experts_are_converted_to_float32(kind: str):
+    """On a CPU, XLA computes FP8 products in float32. It must convert only the weights of chosen
+    experts."""
     count, width, inner = 64, 128, 128
     gated, down = (partial(op, dtype=F32, backend=Backend.XLA) for op in OPS[kind])
     blocks = (2, 1), (1, 1)
@@ -194,7 +200,7 @@ def test_fp8_arguments_of_experts_that_do_not_fit_are_refused(kind: str):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", OPS)
-def test_no_tokens_give_no_rows_of_fp8_experts(kind: str):
+def test_fp8_expert_ops_of_no_tokens_return_no_rows(kind: str):
     options: dict[str, Any] = {"dtype": F32, "backend": Backend.XLA}
     (gated, down), routing = OPS[kind], make_routing(0)
     for op, parts, size, depth, shape in (

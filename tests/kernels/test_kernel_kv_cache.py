@@ -200,7 +200,7 @@ def test_empty_writes_and_copies_change_nothing(backend):
 @pytest.mark.parametrize("backend", XLA_AND_TRITON)
 @pytest.mark.parametrize("op", ["write", "copy"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F8])
-def test_pool_is_updated_in_place(op, dtype, backend):
+def test_kv_cache_pool_is_updated_in_place(op, dtype, backend):
     if backend is Backend.XLA and dtype is BF16:
         pytest.skip("XLA's CPU compiler has no scatter of this dtype; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)

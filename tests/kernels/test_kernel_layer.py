@@ -46,7 +46,8 @@ def layer(sizes, dtype, seed=0):
 
 
 def two_layers(attention_output, hidden, weights, num_rows, backend):
-    """Run the op for two layers, passing on the exchange memory; return the results of both."""
+    """Run the fused op for two layers in sequence, with the same exchange memory. Return the
+    results of both layers."""
     exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
@@ -112,7 +113,8 @@ def test_unsupported_dtypes_are_not_fused(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
-    """Each unit of a GEMM has one program, and each partial has a place in the exchange memory."""
+    """Exactly one program computes each work unit of a GEMM, and each split-K partial has a place
+    in the exchange memory."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.num_words == ends[-1]
@@ -139,7 +141,7 @@ def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 @pytest.mark.parametrize("num_cores", [78, 132])
-def test_sm_runs_only_one_program_of_the_fused_layer(sizes, num_cores):
+def test_each_sm_runs_only_one_program_of_the_fused_layer(sizes, num_cores):
     """A program takes more than half of the shared memory of an SM, so two programs do not fit."""
     plan = choose(sizes=sizes, num_cores=num_cores)
     assert plan is not None
@@ -208,7 +210,7 @@ def test_fused_layer_errors_name_the_wrong_argument():
             layer_op.check_fused_layer(*given)
 
 
-def test_exchange_memory_of_another_size_raises_an_error():
+def test_fused_layer_refuses_exchange_memory_of_a_wrong_size():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")

@@ -1,6 +1,6 @@
 """Test that ops lower to the expected kernels for an H200, without a GPU.
 
-Spills and too much shared memory are found only by `pytest -m gpu`.
+Only `pytest -m gpu` finds register spills and kernels with too much shared memory.
 """
 
 import re
@@ -20,6 +20,8 @@ from pallas_kernels import (
     KVScales,
     LayerKV,
     add_rms_norm,
+    block_scaled_expert_down_gemm,
+    block_scaled_expert_gated_gemm,
     copy_blocks,
     expert_down_gemm,
     expert_gated_gemm,
@@ -32,6 +34,8 @@ from pallas_kernels import (
     rope_decode_attention,
     rope_write_kv,
     route,
+    scaled_expert_down_gemm,
+    scaled_expert_gated_gemm,
     split_k_gemm,
     token_scores,
     truncation_mask,
@@ -281,6 +285,50 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
     num_small = 3 if gemm == "mosaic_gpu" else 4
     assert sorted(re.findall(KERNEL_CALL, text)) == sorted([gemm] * 2 + ["triton"] * num_small)
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "grouped", "case"),
+    covering(
+        [1, 2048],
+        [False, True],
+        [(H200, 256, 128, "mosaic_gpu"), (H200, 192, 96, "triton"), (A100, 256, 128, None)],
+        strength=0,
+        keep=lambda tokens, grouped, case: grouped and case[3] is not None and tokens == 1,
+    ),
+)
+def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, case):
+    (device, width, inner, kernel), num_experts = case, 16
+    gemms: Any = scaled_expert_gated_gemm, scaled_expert_down_gemm
+    if grouped:
+        gemms = block_scaled_expert_gated_gemm, block_scaled_expert_down_gemm
+    row_scales = ((2,), (1,)) if grouped else ((), ())
+    scales = ((2, 2), (2, 1)) if grouped else ((2 * inner,), (width,))
+    arguments = (
+        _floats(F32, num_tokens, num_experts),
+        [_floats(F8, num_tokens, width), _floats(F8, num_tokens * 4, inner)],
+        [_floats(F8, num_experts, 2 * inner, width), _floats(F8, num_experts, width, inner)],
+        [
+            _floats(F32, num_tokens * count, *groups)
+            for count, groups in zip((1, 4), row_scales, strict=True)
+        ],
+        [_floats(F32, num_experts, *shape) for shape in scales],
+    )
+
+    def run(logits, x, weights, row_scales, scales):
+        options: dict[str, Any] = {"backend": Backend.TRITON, "dtype": BF16}
+        routing = route(logits, 4, backend=Backend.TRITON)
+        arguments = zip(x, weights, row_scales, scales, strict=True)
+        return [
+            gemm(*matrices, routing, **options)
+            for gemm, matrices in zip(gemms, arguments, strict=True)
+        ]
+
+    text = lower(run, *arguments, device=device)
+    # The small kernels choose experts, pack tiles and sum rows.
+    kernels = sorted([kernel] * 2 + ["triton"] * 3) if kernel else ["triton"]
+    assert sorted(re.findall(KERNEL_CALL, text)) == kernels
+    assert ("stablehlo.dot_general" in text) == (kernel is None)
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])

@@ -127,7 +127,8 @@ def test_rope_write_kv_without_rotation_matches_reference(shape, backend):
 
 
 def test_rope_write_kv_rounds_rows_to_a_narrower_dtype(backend):
-    """First the pool's dtype is narrower than that of the queries, then it is wider."""
+    """In one case the pool's dtype is narrower than the dtype of the queries, in the other it is
+    wider."""
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
     q, exact = run(*arrays)

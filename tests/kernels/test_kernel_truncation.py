@@ -50,7 +50,7 @@ def _kept(logits, rows, backend):
 def _bounds(logits, rows):
     """Return two masks: the tokens that must be kept, and the tokens that may be kept.
 
-    They differ for tokens so close to a threshold that float32 rounding decides.
+    The masks differ only for tokens so close to a threshold that float32 rounding decides.
     """
 
     def kept(top_p, min_p):
@@ -144,7 +144,7 @@ LARGE = {
     "normal": lambda rng, shape: rng.randn(*shape) * 2,
     "nearly flat": lambda rng, shape: rng.randn(*shape) * 0.1,
     "peaked": lambda rng, shape: rng.standard_t(2, shape) * 3,
-    # More tokens are candidates than the kernel collects.
+    # There are more candidate tokens than the kernel can collect.
     "many ties": lambda rng, shape: np.round(rng.randn(*shape) * 2) / 2,
     "one value": lambda rng, shape: np.full(shape, 3.0),
 }
@@ -201,7 +201,7 @@ def test_row_with_nan_or_infinity_changes_no_other_row(bad, backend):
             np.testing.assert_array_equal(kept[[0, 2, 3]], clean[[0, 2, 3]])
 
 
-def test_truncation_uses_no_sort():
+def test_truncation_program_contains_no_sort():
     logits = jnp.zeros((B, V), jnp.float32)
     text = _truncate.lower(logits, **_parameters([{}] * B), backend=Backend.XLA).as_text()
     assert "stablehlo.sort" not in text

@@ -94,7 +94,7 @@ def scales_of(weight: Tensor, weights: str) -> Tensor:
 
 
 def expanded(scale: Tensor, weight: Tensor) -> Tensor:
-    """Return the scales, repeated to the shape of the weight."""
+    """Repeat the scales, so that they have the shape of the weight, and return them."""
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(weight.shape)
     if scale.shape[1] == 1 and scale.shape[0] == weight.shape[0]:

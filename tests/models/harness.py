@@ -20,7 +20,7 @@ MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH
 
 @partial(jax.jit, static_argnames="graphdef", donate_argnames="pool")
 def paged_step(graphdef, state, token_ids, positions, pool, attention):
-    """Return the logits of every token of the step, and the pool."""
+    """Compute a step. Return the logits of every token, and the updated KV cache pool."""
     model = nnx.merge(graphdef, state)
     hidden, pool = model(token_ids, positions, pool, attention)
     return model.logits(hidden), pool
@@ -40,7 +40,8 @@ def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
 
 @dataclass
 class PagedSequence:
-    """A sequence: its tokens, how many of them are in the pool, and its block ids."""
+    """A sequence: its tokens, the number of tokens whose keys and values are in the pool, and the
+    ids of its blocks."""
 
     tokens: list[int]
     computed: int = 0
@@ -61,7 +62,7 @@ class Harness:
         self.free = list(np.random.RandomState(seed).permutation(np.arange(1, NUM_BLOCKS)))
 
     def release(self, sequence: PagedSequence) -> None:
-        """Free the sequence's blocks and fill them with NaN."""
+        """Free the blocks of a sequence and fill them with NaN."""
         freed, sequence.blocks, sequence.computed = sequence.blocks, [], 0
         index = jnp.asarray(freed, jnp.int32)
         self.pool = jax.tree.map(lambda x: x.at[index].set(self.poison), self.pool)

@@ -122,7 +122,8 @@ def config_of(case: str) -> ModelConfig:
 
 @functools.cache
 def reference(case: str) -> PreTrainedModel:
-    """Return the case's `transformers` model with random values for every parameter."""
+    """Return a `transformers` model for the configuration `case`. Every parameter has random
+    values."""
     torch.manual_seed(sum(map(ord, case)))
     model = AutoModelForCausalLM.from_config(hf_config(case), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -135,7 +136,8 @@ def reference(case: str) -> PreTrainedModel:
 
 @functools.cache
 def ours(case: str, dtype: type = jnp.float32) -> Decoder:
-    """Return the case's jpaged model with the weights of `reference`."""
+    """Return a jpaged model for the configuration `case`, with the same weights as the model that
+    `reference` returns."""
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     return build(config_of(case), tensors, dtype)
 
@@ -146,7 +148,8 @@ def build(
     dtype: type,
     filled: dict[str, float] | None = None,
 ) -> Decoder:
-    """Return a model whose weights `tensors` are placed by the weight rules, not by the loader.
+    """Return a model with the weights `tensors`. The model's table of tensor names maps tensors to
+    parameters; the loader is not used.
 
     Args:
         config: The model's sizes.

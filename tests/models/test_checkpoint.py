@@ -46,12 +46,12 @@ def no_download(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_download")
-def test_a_folder_resolves_to_itself_without_the_network(tmp_path):
+def test_model_folder_is_used_without_the_network(tmp_path):
     assert resolve_checkpoint(tmp_path) == tmp_path.resolve()
     assert resolve_checkpoint(str(tmp_path)) == tmp_path.resolve()
 
 
-def test_a_hub_id_fetches_only_config_tokenizer_and_safetensors(tmp_path, monkeypatch):
+def test_only_config_tokenizer_and_safetensors_are_downloaded_for_a_hub_id(tmp_path, monkeypatch):
     published = [
         "config.json", "generation_config.json", "model-00001-of-00002.safetensors",
         "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.json",
@@ -142,7 +142,7 @@ def test_cached_folder_without_weights_reports_the_network_error(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"could not reach the model hub: Conn.*refused"):
         resolve_checkpoint("owner/model")
     monkeypatch.setattr(huggingface_hub, "model_info", lambda repo_id: None)
-    assert resolve_checkpoint("owner/model") == tmp_path  # the hub answers
+    assert resolve_checkpoint("owner/model") == tmp_path  # the hub can be reached
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "model_info", fail)
     assert resolve_checkpoint("owner/model") == tmp_path
@@ -169,7 +169,7 @@ def test_an_empty_path_is_the_current_folder(tmp_path, monkeypatch):
     assert resolve_checkpoint("") == tmp_path
 
 
-def test_file_as_model_path_is_refused(tmp_path):
+def test_model_path_that_is_a_file_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="give the folder"):
@@ -191,13 +191,13 @@ def test_file_as_model_path_is_refused(tmp_path):
     ],
     ids=["no JSON", "list", "no UTF-8", "nested objects", "nested lists"],
 )
-def test_a_bad_config_is_refused(tmp_path, name, read, content, complaint):
+def test_invalid_config_json_is_refused(tmp_path, name, read, content, complaint):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"/{name}.*{complaint}.*; .*(one|it)"):
         read(tmp_path)
 
 
-def test_only_the_generation_config_may_be_missing(tmp_path):
+def test_checkpoint_may_lack_only_the_generation_config(tmp_path):
     assert read_generation_config(tmp_path) == {}
     with pytest.raises(CheckpointError, match=r"/config\.json.*missing.*; .*(one|it)"):
         read_config(tmp_path)
@@ -212,7 +212,8 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_fifo_and_device_files_are_refused(tmp_path, name, make):
-    make(tmp_path / "cache.sock")  # sockets without a name of a checkpoint's files are ignored
+    # a FIFO or device is ignored if its name is not that of a checkpoint file
+    make(tmp_path / "cache.sock")
     assert resolve_checkpoint(tmp_path) == tmp_path
     make(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, not a"):
@@ -224,7 +225,7 @@ def test_config_is_returned_unchanged(tmp_path):
     assert read_config(tmp_path) == {"model_type": "llama", "extra": [1]}
 
 
-def test_tensors_are_described_in_file_order_and_read_in_slabs(tmp_path):
+def test_tensors_are_listed_in_file_order_and_can_be_read_in_slices(tmp_path):
     rng = np.random.default_rng(0)
     saved = {
         "f16": rng.normal(size=(2, 3, 4)).astype(np.float16),

@@ -28,7 +28,8 @@ GEMMA3_IMAGES |= {"vision_config": {"image_size": 896}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
 
-# The fields of config.json files from transformers 4. Transformers 5 renamed some of the fields.
+# Fields of config.json as transformers 4 writes them. Transformers 5 has renamed some of these
+# fields.
 OLD_FILES = {
     "gpt2": GPT2 | {"n_ctx": 256, "torch_dtype": "float32", "summary_use_proj": True},
     "opt": OPT | {"word_embed_proj_dim": 64, "torch_dtype": "float16", "prefix": "</s>"},
@@ -249,7 +250,7 @@ READ = {
     "config",
     [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE, GEMMA3, GEMMA3_IMAGES],
 )
-def test_error_names_the_field_for_any_value(config):
+def test_error_names_the_config_field_for_any_invalid_value(config):
     for name in READ | config.keys():
         for value in STRANGE:
             try:
@@ -296,7 +297,7 @@ def test_yarn_multiplies_original_max_position_embeddings():
     assert derived.factor == 2.56
 
 
-def test_config_selects_which_layers_have_experts():
+def test_config_fields_select_which_layers_have_experts():
     steps = read_model_config(OLD_FILES["qwen3-moe-steps"])
     assert [layer.experts is not None for layer in steps.layers] == [False, True, False]
     listed = read_model_config(OLD_FILES["qwen3-moe"])

@@ -9,7 +9,8 @@ from bench.contiguous import BATCHINGS, Decoder
 from bench.contiguous_steps import Model
 
 NUM_REQUESTS, MAX_TOKENS = 11, 12
-# Together these two cases cover position embeddings, RoPE, biases, windows and all norms.
+# Together, the two model configurations cover position embeddings, RoPE, biases, sliding windows
+# and all norms.
 CASES = ("opt-350m", "qwen3-biases")
 MORE_CASES = ("gpt2", "llama3-biases", "mistral-window", "qwen2-layer-types")
 
@@ -31,7 +32,7 @@ def test_contiguous_greedy_tokens_equal_transformers(case: str):
         assert tokens == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
 
 
-def test_a_step_does_not_copy_the_cache():
+def test_decode_step_does_not_copy_the_contiguous_cache():
     model = Model(ours("qwen3"))
     text = model.program(8, 112, 4).as_text()
     k = model.empty(8, 112).layers[0][0]

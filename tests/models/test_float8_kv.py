@@ -26,8 +26,8 @@ OF_ALL_OPTIONS = ("gpt2", "opt-350m", "qwen3-biases", "gemma3-scaled")
 FAST = ("llama3-biases", "gemma3-scaled")
 TOKENS = np.random.RandomState(5).randint(2, 97, NUM_TOKENS + 4).tolist()
 
-# Maximum `distance` between two computations of the same logits. If float32 sums are added in
-# another order, a few values round to another float8 number, which gives distances up to 3e-5.
+# Maximum `distance` between two computations of the same logits. A different order of float32
+# additions rounds a few values to another float8 number, which gives distances of up to 3e-5.
 BOUND = 1e-4
 # Maximum `distance` between logits with and without float8 keys and values. Rounding to float8
 # changes a value by up to 1/16. The measured distances are 0.01 to 0.054.
@@ -36,7 +36,8 @@ ROUNDED = 0.08
 
 @cache
 def narrow(case: str, scales: tuple[float, float]) -> Decoder:
-    """Return the case's model with a float8 pool, and `scales` for keys and for values."""
+    """Return a model for the configuration `case`, with a float8 KV cache and with `scales` for
+    keys and values."""
     config = replace(config_of(case), kv_cache_dtype="float8_e4m3fn")
     tensors = {name: it.numpy() for name, it in transformers_model(case).state_dict().items()}
     filled = {"k_scale": scales[0], "v_scale": scales[1]}

@@ -56,7 +56,8 @@ def logits_of(model: Decoder) -> np.ndarray:
 
 
 def difference(got: np.ndarray, expected: np.ndarray) -> float:
-    """Return the RMS difference divided by the RMS of `expected`."""
+    """Return the root mean square of the difference, divided by the root mean square of
+    `expected`."""
     return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
 
 
@@ -78,7 +79,8 @@ def test_compressed_tensors_checkpoint_gives_that_librarys_logits(tmp_path, weig
 @pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "qwen2", "gemma3"])
 def test_projections_of_every_family_can_be_in_fp8(tmp_path, case):
     # transformers' OPT passes rows without a batch axis to fc1 and fc2. compressed-tensors would
-    # then give each number of a row a scale of its own, so the test leaves fc1 and fc2 unquantized.
+    # then compute one scale per number instead of one per row, so the test leaves fc1 and fc2
+    # unquantized.
     ignored = ("re:.*fc[12]",) if case == "opt-350m" else ()
     expected = made.compressed(reference(case), tmp_path, "channel", "token", ignored)
     assert difference(logits_of(load(tmp_path)), expected) < 1e-3
@@ -100,7 +102,7 @@ def test_quantizing_while_loading_equals_an_fp8_checkpoint(tmp_path, monkeypatch
 
 
 def test_transposed_weights_are_quantized_while_loading(tmp_path, monkeypatch):
-    # A slab is smaller than one output channel of GPT-2.
+    # The loader reads 100 bytes at a time, less than one output channel of GPT-2.
     monkeypatch.setattr(loader, "SLAB_BYTES", 100)
     model = reference("gpt2")
     model.save_pretrained(tmp_path)

@@ -39,7 +39,8 @@ def logits_of(model) -> np.ndarray:
 
 
 def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
-    """Compare with an attention of transformers that gets the cap as an argument.
+    """The test compares with an attention function of transformers that takes the soft cap as an
+    argument.
 
     The Gemma 3 model of transformers ignores `attn_logit_softcapping`.
     """
@@ -115,7 +116,8 @@ def test_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path):
 
 
 def renamed(name: str, prefix: str | None) -> str:
-    """Return the tensor name. Replace the prefix of a text model's tensor, unless it is None."""
+    """Return the new name of a tensor of the text model, with another prefix. With None as the
+    prefix, return the name unchanged."""
     for known in ("model.language_model.", "language_model.model."):
         if prefix is not None and name.startswith(known):
             return prefix + name.removeprefix(known)

@@ -20,7 +20,8 @@ KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
 # Operations that launch no kernel: they move no data, or XLA fuses them into the next operation.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
-WIDE = 8704  # with this feed-forward width, the kernel gated_silu computes the activation
+# with this feed-forward width, the kernel `gated_silu` and not XLA computes the activation
+WIDE = 8704
 ONCE_A_STEP = {"decode_plan"}
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -117,8 +118,9 @@ def test_gemma3_layer_launches_the_expected_kernels():
         assert counts["dot_general"] == 4
 
 
-def test_attention_plan_is_computed_once_per_step():
-    """Each layer's jaxpr computes the attention plan. XLA merges these equal computations."""
+def test_decode_attention_plan_is_computed_once_per_step():
+    """The jaxpr of each layer computes the attention plan (the work items of decode attention). XLA
+    merges these equal computations."""
     shape = (9, 8, 1, 32)
 
     def step(queries, pool, tables, lens):
@@ -166,7 +168,7 @@ def test_projections_with_bias_use_the_gemm_kernels():
     assert text.count("@mosaic_gpu") == 4
 
 
-def test_bias_is_fused_into_the_product():
+def test_addition_of_a_bias_is_fused_into_the_gemm():
     """If the bias had an axis of heads, XLA would write it for every row before adding it.
 
     That would take 2 % of the time of a 2,048-token step.

@@ -34,7 +34,8 @@ def test_only_four_model_files_access_weight_arrays():
 
 
 class Turned(WeightFormat):
-    """A weight format for the test: stores `turned` [out, in], and multiplies it by `sign`."""
+    """A weight format that only this test defines. It stores the weight as `turned` [out, in], and
+    multiplies it by `sign`."""
 
     name = "turned"
 
@@ -71,7 +72,7 @@ class Turned(WeightFormat):
         *(pytest.param(case, marks=pytest.mark.full) for case in ("opt-350m", "llama", "gemma3")),
     ],
 )
-def test_model_runs_with_a_weight_format_of_the_test(case):
+def test_model_can_use_a_new_weight_format(case):
     config = replace(config_of(case), quantization=QuantizationConfig(Turned))
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     other = build(config, tensors, jnp.float32, filled={"sign": 1.0})

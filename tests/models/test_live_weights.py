@@ -1,4 +1,4 @@
-"""New weights on the device: each parameter has the bits that the loader gives it."""
+"""Test weight updates on the device: each parameter gets the same bits as from the loader."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from fp8_checkpoints import compressed
 from hf_models import CASES, hf_config
 from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,17 +30,26 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Checkpoint:
-    """A random checkpoint of a case, and an engine's parameters that differ from it."""
+    """A random checkpoint for the model configuration `case`, and the parameters of an engine with
+    other weights."""
 
     def __init__(
-        self, folder: Path, case: str, count: int = 1, quantization: Any = None, dtype: Any = None
+        self,
+        folder: Path,
+        case: str,
+        count: int = 1,
+        quantization: Any = None,
+        dtype: Any = None,
+        sizes: dict[str, int] | None = None,
     ):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(hf_config(case))
+        config = hf_config(case)
+        config.update(sizes or {})
+        model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
         model.save_pretrained(folder)
-        self._folder, self._dtype = folder, dtype or jnp.float32
+        self.folder, self._dtype = folder, dtype or jnp.float32
         self._mesh = make_mesh(jax.local_devices(), count)
         self.devices = jax.local_devices()[:count]
         self.tensors = load_file(folder / "model.safetensors")
@@ -49,24 +59,25 @@ class Checkpoint:
         self.parameters = ModelParameters(plan, self.devices)
 
     def plan(self, quantization: Any = None, load_format: str = "auto") -> ModelPlan:
-        config = read_model_config(read_config(self._folder), quantization)
+        config = read_model_config(read_config(self.folder), quantization)
         options = {"dtype": self._dtype, "load_format": load_format, "mesh": self._mesh}
-        return plan_model(self._folder, config, **options)
+        return plan_model(self.folder, config, **options)
 
     def state(self) -> Any:
-        """Return the state of the family's model on one device, in float32."""
-        config = read_model_config(read_config(self._folder))
-        return nnx.state(plan_model(self._folder, config, dtype=jnp.float32).load())
+        """Return the parameters of the model family on one device, in float32."""
+        config = read_model_config(read_config(self.folder))
+        return nnx.state(plan_model(self.folder, config, dtype=jnp.float32).load())
 
     def check(self, params: Any) -> None:
         copies = tuple(jnp.copy(it) for it in self.old)
-        written = self.parameters.prepare(params, check_finite=True)(copies)
+        is_folder = isinstance(params, Path)
+        written = self.parameters.prepare(params, check_finite=not is_folder)(copies)
         for found, expected, old in zip(written, self.expected, copies, strict=True):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
             assert found.sharding.is_equivalent_to(expected.sharding, found.ndim)
             np.testing.assert_array_equal(as_float32(found), as_float32(expected))
             assert old.is_deleted()
-        assert not any(it.is_deleted() for it in jax.tree.leaves(params))
+        assert is_folder or not any(it.is_deleted() for it in jax.tree.leaves(params))
 
 
 def leaves_of(plan: ModelPlan) -> Leaves:
@@ -82,11 +93,19 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", dtype=jnp.bfloat16)
 
 
-def test_tensors_are_fused_and_cast(qwen: Checkpoint):
+def test_updated_tensors_are_fused_and_cast(qwen: Checkpoint):
     qwen.check(qwen.tensors)
 
 
-def test_second_update_compiles_nothing(qwen: Checkpoint):
+def test_files_are_read_one_parameter_at_a_time(qwen: Checkpoint):
+    qwen.check(qwen.folder)
+    with pytest.raises(ValueError, match="check_finite needs arrays"):
+        qwen.parameters.prepare(qwen.folder, check_finite=True)
+    with pytest.raises(ValueError, match="params='/absent' is not a folder"):
+        qwen.parameters.prepare(Path("/absent"))
+
+
+def test_second_weight_update_compiles_nothing(qwen: Checkpoint):
     qwen.check(qwen.tensors)
     other = {name: it + 0 for name, it in qwen.tensors.items()}
     copies = tuple(jnp.copy(it) for it in qwen.old)
@@ -123,7 +142,7 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: str):
+def test_updated_parameters_have_the_same_bits_as_loaded_parameters(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
@@ -133,16 +152,17 @@ def test_written_parameters_have_the_bits_of_loaded_ones(tmp_path: Path, case: s
 @pytest.mark.parametrize(
     "case", ["qwen3-biases", "gpt2", "mistral-window", "qwen3_moe", "opt-350m"]
 )
-def test_devices_get_their_shards(tmp_path: Path, case: str):
+def test_each_device_gets_its_shard_of_updated_weights(tmp_path: Path, case: str):
     checkpoint = Checkpoint(tmp_path, case, 2)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(nnx.to_pure_dict(checkpoint.state()))
+    checkpoint.check(checkpoint.folder)
     mesh = Mesh(np.array(checkpoint.devices), ("fsdp",))
     checkpoint.check({name: split(mesh, it) for name, it in checkpoint.tensors.items()})
 
 
 def split(mesh: Mesh, array: jax.Array) -> jax.Array:
-    """Return the array split over the devices as a trainer may split it."""
+    """Return the array, split over the devices in a way that a training program may choose."""
     is_even = array.ndim > 0 and array.shape[0] % mesh.size == 0
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec("fsdp" if is_even else None)))
 
@@ -150,14 +170,14 @@ def split(mesh: Mesh, array: jax.Array) -> jax.Array:
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
-def test_weights_are_quantized_on_the_device(tmp_path: Path, case: str, count: int):
+def test_updated_weights_are_quantized_on_the_device(tmp_path: Path, case: str, count: int):
     checkpoint = Checkpoint(tmp_path, case, count, "fp8", jnp.bfloat16)
     checkpoint.check(checkpoint.tensors)
     checkpoint.check(checkpoint.state())
 
 
 @pytest.mark.full
-def test_weights_of_a_checkpoint_with_scales_of_the_cache_only_are_not_quantized(tmp_path: Path):
+def test_weight_update_keeps_weights_unquantized_if_only_the_kv_cache_has_scales(tmp_path: Path):
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     fields = made.FIELDS | {"quantization_config": quantization | {"kv_cache_scheme": cache}}
@@ -228,19 +248,44 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_arrays_are_named(qwen: Checkpoint, name: str):
+def test_error_names_the_arrays_that_a_weight_update_refuses(qwen: Checkpoint, name: str):
     change, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message):
         qwen.parameters.prepare(change(qwen.tensors), check_finite=True)
 
 
-def test_tied_head_may_be_given_with_the_embedding(qwen: Checkpoint):
+def test_weight_update_may_contain_a_tied_head_and_the_embedding(qwen: Checkpoint):
     embed = qwen.tensors["model.embed_tokens.weight"]
     qwen.check(qwen.tensors | {"lm_head.weight": embed + 0})
 
 
-def test_parts_of_a_state_are_missing(qwen: Checkpoint):
+@pytest.mark.full
+def test_weight_update_with_missing_parts_is_refused(qwen: Checkpoint):
     state = nnx.to_pure_dict(qwen.state())
     del state["final_norm"]
     with pytest.raises(ValueError, match=re.escape("final_norm.weight (comes from final_norm.we")):
         qwen.parameters.prepare(state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["channel", "tensor", "block"])
+def test_quantized_checkpoints_take_quantized_and_wide_weights(tmp_path: Path, weights: str):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
+    wide = Checkpoint(tmp_path / "wide", "llama", sizes=sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide.folder)
+    compressed(model, tmp_path / "fp8", weights, "group" if weights == "block" else "token")
+    config = read_model_config(read_config(tmp_path / "fp8"))
+    plan = plan_model(tmp_path / "fp8", config, dtype=jnp.float32)
+    expected, parameters = leaves_of(plan), ModelParameters(plan, wide.devices)
+
+    def check(params: Any, expected: Leaves) -> None:
+        zeros = tuple(jnp.zeros_like(it) for it in expected)
+        for found, each in zip(parameters.prepare(params)(zeros), expected, strict=True):
+            np.testing.assert_array_equal(as_float32(found), as_float32(each))
+
+    check(tmp_path / "fp8", expected)
+    if weights == "block":
+        with pytest.raises(ValueError, match="have one scale per block: pass FP8"):
+            parameters.prepare(wide.tensors)
+    else:
+        check(wide.tensors, leaves_of(wide.plan("fp8")))

@@ -179,7 +179,7 @@ def test_wrong_number_of_layers_is_refused_before_allocation(
 
 
 def stack_experts(tensors, names):
-    """Replace the tensors of single experts by tensors that hold all experts of a layer.
+    """Replace the tensors of single experts by tensors that each hold all experts of a layer.
 
     Models of transformers 5 have such tensors. `names` is a value of `EXPERT_TENSORS`.
     """
@@ -217,7 +217,7 @@ def test_tensors_of_stacked_experts_load_like_those_of_single_experts(tmp_path, 
 
 
 @pytest.mark.parametrize("name", EXPERT_TENSORS)
-def test_each_expert_is_loaded_at_its_index(tmp_path, name):
+def test_weights_of_each_expert_are_loaded_at_its_index(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     block, *names = EXPERT_TENSORS[name]
     tensors, model = load_file(tmp_path / "model.safetensors"), load(tmp_path)

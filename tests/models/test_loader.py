@@ -96,7 +96,7 @@ def expected_parameters(tensors, dtype=np.float32):
 
 
 def save(folder, tensors, num_files=1):
-    for i in range(num_files):  # Each part of a fused parameter is in another file.
+    for i in range(num_files):  # The parts of a fused parameter are in different files.
         names = list(tensors)[i::num_files]
         part = {name: np.ascontiguousarray(tensors[name]) for name in names}
         save_file(part, folder / f"part-{i}.safetensors")
@@ -121,7 +121,7 @@ def test_every_value_is_loaded_into_its_parameter(tmp_path, monkeypatch, num_fil
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_weights_are_kept_or_cast_to_the_dtype(tmp_path, source, target):
+def test_loaded_weights_keep_their_dtype_or_are_cast_to_the_requested_one(tmp_path, source, target):
     tensors = make_tensors(DTYPES[source])
     save(tmp_path, tensors)
     got = load(tmp_path, DTYPES[target])
@@ -216,7 +216,7 @@ def test_tensor_for_a_parameter_that_the_model_lacks_is_refused(tmp_path, monkey
         ("embed", r"missing parameters \(1\): embedding \(comes from a tensor that no rule"),
     ],
 )
-def test_weight_rules_that_leave_a_parameter_unfilled_are_refused(
+def test_name_mapping_that_leaves_a_parameter_without_a_tensor_is_refused(
     tmp_path, monkeypatch, source, complaint
 ):
     use_rules(monkeypatch, [rule for rule in model_rules().rules if rule.source != source])
@@ -225,7 +225,7 @@ def test_weight_rules_that_leave_a_parameter_unfilled_are_refused(
         load(tmp_path)
 
 
-def test_second_rule_for_a_parameter_is_refused(tmp_path, monkeypatch):
+def test_two_name_mappings_to_one_parameter_are_refused(tmp_path, monkeypatch):
     use_rules(monkeypatch, [WeightRule("embed", "head"), *model_rules().rules])
     save(tmp_path, make_tensors())
     with pytest.raises(CheckpointError, match=r"filled twice \(1\): head by embed and "):
@@ -233,7 +233,7 @@ def test_second_rule_for_a_parameter_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["model_embed", "embed"])
-def test_second_tensor_for_a_parameter_is_refused(tmp_path, name):
+def test_two_tensors_for_one_parameter_are_refused(tmp_path, name):
     save(tmp_path, make_tensors())
     save_file({name: np.ones((V, D), np.float32)}, tmp_path / "second.safetensors")
     complaint = rf"filled twice \(1\): embedding by embed and {name}\b"

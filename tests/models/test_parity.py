@@ -28,7 +28,8 @@ def assert_close(case: str, tokens: list[int], got: np.ndarray) -> None:
 
 
 def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
-    """Return random sequences, each with a random number of its next tokens, often one."""
+    """Choose random work for a step. Return pairs of a sequence and the number of its next tokens
+    to compute, which is often one."""
     budget, work = NUM_TOKENS, []
     for sequence in random.permutation(np.array(sequences, object)):
         most = min(sequence.remaining, budget)
@@ -43,7 +44,8 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
     [pytest.param(it, marks=[pytest.mark.full] if it in IN_FULL_TIER else []) for it in CASES],
 )
 def test_logits_equal_transformers(case):
-    """Run all checks of a case in one test, because each test compiles the case's two programs."""
+    """One test runs all checks of a model configuration, because each test must compile the two
+    programs of the model."""
     check_prefill_then_decode(case)
     check_random_chunks_mixed_steps_and_recompute(case)
     check_greedy_generation_is_token_exact(case)
@@ -104,7 +106,7 @@ def check_greedy_generation_is_token_exact(case):
             if not sequence.remaining:
                 sequence.tokens.append(int(chunk[-1].argmax()))
         if not preempted and len(sequences[1].tokens) == len(prompts[1]) + 5:
-            harness.release(sequences[1])  # The next steps recompute the whole sequence.
+            harness.release(sequences[1])  # The following steps compute the whole sequence again.
             preempted = True
     assert preempted
     for prompt, sequence in zip(prompts, sequences, strict=True):

@@ -177,7 +177,7 @@ def test_projections_of_one_expert_must_have_the_same_quantization():
          ("layers.1.mlp.down_weight_scale", None, 0)),
     ],
 )  # fmt: skip
-def test_names_of_expert_scales_are_those_of_the_family(fields, config, name, expected):
+def test_expert_scales_have_the_tensor_names_of_the_model_family(fields, config, name, expected):
     model = read_model_config(fields | {"quantization_config": config})
     rule = weight_rules(model).find(f"model.{name}")
     assert rule is not None

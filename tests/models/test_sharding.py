@@ -60,7 +60,7 @@ def config_of(case: str) -> ModelConfig:
     return replace(config, enable_expert_parallel=case == "whole-experts")
 
 
-def test_shard_slices_split_the_axis_whose_local_size_differs():
+def test_shards_split_the_axis_whose_size_per_device_is_smaller():
     assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
         ShardSlice((0, 2), (0, 0), (6, 2))
     ]
@@ -233,7 +233,7 @@ def test_sharded_config_cannot_be_sharded_again():
         DeviceShapes.of(config, limits, jnp.float32, mesh)
 
 
-def test_all_reduce_runs_in_every_iteration_of_a_loop():
+def test_all_reduce_inside_a_loop_runs_in_every_iteration():
     mesh = make_mesh(jax.devices(), 2)
     assert mesh is not None
     table = Embedding(97, 4, dtype=jnp.float32)

@@ -25,7 +25,8 @@ def abstract_inputs(rows: int, *, decode: bool):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     starts = None if decode else integers(NUM_SEQS + 1)
-    # `AttentionInputs` refuses fields that are a ShapeDtypeStruct, so build it inside `eval_shape`.
+    # `AttentionInputs` does not accept a ShapeDtypeStruct as a field, so build it inside
+    # `eval_shape`.
     attention = jax.eval_shape(
         lambda *arrays: AttentionInputs(*arrays, backend=Backend.XLA),
         *(integers(NUM_SEQS, TABLE_WIDTH), integers(NUM_SEQS), integers(rows), starts),
@@ -62,7 +63,7 @@ def test_step_has_the_expected_dtypes(case, dtype):
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(("dtype", "name"), [(jnp.float32, "f32"), (FP8, "u16")])
-def test_pool_is_updated_in_place(dtype, name, decode):
+def test_kv_cache_pool_is_updated_in_place(dtype, name, decode):
     step, _ = abstract_step("llama3-biases", jnp.float32, dtype, decode=decode)
     larger = jax.tree.map(lambda x: x.update(shape=(100 * x.shape[0], *x.shape[1:])), step[4])
     compiled: list[Any] = [
@@ -96,7 +97,9 @@ def test_attention_inputs_count_tokens_up_to_the_last_real_row():
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_expert_routing_gets_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch, decode: bool):
+def test_expert_routing_gets_the_number_of_tokens_without_padding(
+    monkeypatch: pytest.MonkeyPatch, decode: bool
+):
     counts, route = [], experts.route
 
     def record(*args: Any, **options: Any) -> Any:

@@ -76,7 +76,7 @@ def check_logits(folder: Path, planned: ModelPlan) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str):
+def test_output_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     with pytest.warns(UserWarning, match=NOT_TIED):
         planned = plan(tmp_path)
@@ -88,7 +88,7 @@ def test_head_that_differs_from_the_embedding_is_kept(tmp_path: Path, case: str)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_head_equal_to_the_embedding_is_dropped(tmp_path: Path, case: str):
+def test_output_head_equal_to_the_embedding_is_dropped(tmp_path: Path, case: str):
     tensors = save(tmp_path, case)
     rewrite(tmp_path, tensors | {"lm_head.weight": tensors[name_of_embedding(tensors)]})
     check_tied(planned := plan(tmp_path))
@@ -104,19 +104,19 @@ def test_lm_head_serves_as_the_missing_embedding(tmp_path: Path, case: str):
     check_logits(tmp_path, planned)
 
 
-def test_head_and_embedding_are_compared_after_casting(tmp_path: Path):
+def test_output_head_and_embedding_are_compared_after_casting(tmp_path: Path):
     tensors = save(tmp_path, "llama")
     embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
     embedding[3, 5] = 0.0
     head = np.nextafter(embedding, np.float32(9)).astype(np.float32)
-    head[3, 5] = -0.0  # equals 0.0, with other bits
+    head[3, 5] = -0.0  # -0.0 equals 0.0, but has other bits
     rewrite(tmp_path, tensors | {name_of_embedding(tensors): embedding, "lm_head.weight": head})
     assert plan(tmp_path, jnp.bfloat16).config.tie_word_embeddings
     with pytest.warns(UserWarning, match=NOT_TIED):
         assert not plan(tmp_path).config.tie_word_embeddings
 
 
-def test_head_that_differs_in_its_last_value_is_kept(
+def test_output_head_that_differs_only_in_its_last_value_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("jpaged.models.loader.COMPARE_CHUNK_BYTES", 1000)
@@ -130,7 +130,7 @@ def test_head_that_differs_in_its_last_value_is_kept(
         plan(tmp_path)
 
 
-def test_a_head_of_another_shape_is_refused(tmp_path: Path):
+def test_output_head_with_another_shape_than_the_embedding_is_refused(tmp_path: Path):
     tensors = save(tmp_path, "llama")
     rewrite(tmp_path, tensors | {"lm_head.weight": tensors["lm_head.weight"][1:]})
     with warnings.catch_warnings():

@@ -8,7 +8,8 @@ from jpaged.models.registry import weight_rules
 
 
 def targets(config: ModelConfig, name: str) -> list[str | None]:
-    """Return the parameter of a tensor name in a list: [None] if ignored, [] if unknown."""
+    """Return a list with the parameter to which a tensor name maps: [None] if the loader ignores
+    the tensor, [] if the name is unknown."""
     rule = weight_rules(config).find(name)
     return [] if rule is None else [rule.target]
 
@@ -61,5 +62,5 @@ def test_an_untied_head_is_a_parameter(case):
         ("qwen3", "model.layers.0.input_layernorm.weight_scale"),
     ],
 )
-def test_unknown_tensors_match_no_rule(case, name):
+def test_unknown_tensor_names_match_no_parameter(case, name):
     assert targets(config_of(case), name) == []

@@ -28,7 +28,9 @@ def find_python(version: str) -> str | None:
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("example", CASES)
-def test_tokens_are_those_of_the_forward_of_the_package(example: str, tmp_path: Path):
+def test_engine_generates_the_same_tokens_as_the_forward_function_of_the_package(
+    example: str, tmp_path: Path
+):
     version, package = CASES[example]
     if (python := find_python(version)) is None:
         pytest.skip(f"needs Python {version}")

@@ -1,4 +1,5 @@
-"""Test the allocation guard with a model of XLA's GPU allocator."""
+"""Simulate XLA's GPU allocator, to test that reserved memory fragments keep large buffers at the
+same addresses."""
 
 import itertools
 import random
@@ -22,7 +23,8 @@ TOTAL, VOCAB, NUM_STEPS = 8 * 2**30, 151_936, 60
 class Memory:
     """A simulated best-fit allocator in units of 256 bytes, which merges adjacent free ranges.
 
-    A free range is split if it is at least twice as large as the request, or wastes 128 MiB.
+    An allocation splits a free range that is at least twice as large as the requested size, or at
+    least 128 MiB larger.
     """
 
     def __init__(self, total: int):
@@ -47,7 +49,8 @@ class Memory:
         self.free[address] = size
 
     def reserve(self) -> list[tuple[int, int]]:
-        """Simulate `reserve_fragments`; return the address and size of each fragment."""
+        """Simulate `reserve_fragments`. Return the address and size of each reserved memory
+        fragment."""
         made = [(self.allocate(size), size) for size in buffer_sizes()]
         places = [made[i] for i in select_buffers_to_free(made)]
         for address, _ in places:
@@ -56,8 +59,8 @@ class Memory:
 
 
 def memory_with_holes(rng: random.Random) -> Memory:
-    """Return memory as after the start of an engine: weights with free holes of all sizes between
-    them."""
+    """Return the memory of an engine that has just started: weights, and free ranges of all sizes
+    between them."""
     memory = Memory(TOTAL)
     made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
     for address in made:
@@ -74,7 +77,7 @@ class StepAddresses(NamedTuple):
 
 
 class Steps:
-    """Simulates the allocations of an engine that launches each step while the previous step
+    """Simulate the buffer allocations of an engine that launches each step while the previous step
     runs."""
 
     def __init__(self, memory: Memory, num_rows: int, rng: random.Random):
@@ -107,7 +110,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256])
-def test_large_buffers_move_without_the_guard(num_rows: int):
+def test_large_buffers_change_address_without_reserved_fragments(num_rows: int):
     steps = Steps(Memory(TOTAL), num_rows, random.Random(0))
     seen = [steps.run() for _ in range(NUM_STEPS)]
     assert len({step.logits for step in seen}) > 1
@@ -116,7 +119,7 @@ def test_large_buffers_move_without_the_guard(num_rows: int):
 
 @pytest.mark.parametrize("num_rows", [8, 48, 64, 256, 512])
 @pytest.mark.parametrize("seed", range(4))
-def test_guard_keeps_large_buffers_in_place(num_rows: int, seed: int):
+def test_large_buffers_keep_their_address_with_reserved_fragments(num_rows: int, seed: int):
     rng = random.Random(seed)
     memory = memory_with_holes(rng) if seed else Memory(TOTAL)
     memory.reserve()
@@ -125,15 +128,16 @@ def test_guard_keeps_large_buffers_in_place(num_rows: int, seed: int):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_guard_reserves_fragments_of_every_size(seed: int):
+def test_at_least_eight_memory_fragments_of_each_size_are_reserved(seed: int):
     memory = memory_with_holes(random.Random(seed)) if seed else Memory(TOTAL)
     places = memory.reserve()
     for size in FRAGMENT_SIZES:
         assert sum(own == size for _, own in places) >= 8
-    assert all(memory.free[address] == size for address, size in places)  # not merged
+    # adjacent free fragments are not merged
+    assert all(memory.free[address] == size for address, size in places)
 
 
-def test_fragment_serves_buffers_above_half_its_size():
+def test_buffer_larger_than_half_a_free_fragment_is_allocated_in_it():
     memory = Memory(TOTAL)
     places = dict(memory.reserve())
     before = dict(memory.free)
@@ -145,7 +149,7 @@ def test_fragment_serves_buffers_above_half_its_size():
         assert memory.free == before
 
 
-def test_fragment_lies_between_two_kept_arrays():
+def test_freed_fragment_lies_between_two_arrays_that_stay_allocated():
     row = [(at, 256) for at in range(0, 256 * 6, 256)]
     assert select_buffers_to_free(row) == {1, 3}
     assert select_buffers_to_free(row[::-1]) == {4, 2}
@@ -154,15 +158,15 @@ def test_fragment_lies_between_two_kept_arrays():
     assert select_buffers_to_free(row[:2]) == select_buffers_to_free([]) == set()
 
 
-def test_guard_reserves_fragments_on_each_device():
+def test_memory_fragments_are_reserved_on_each_device():
     devices = jax.local_devices()[:2]
     assert {device for guard in reserve_fragments(devices) for device in guard.devices()} == {
         *devices
     }
 
 
-def test_guard_arrays_stay_allocated():
-    """On a CPU, JAX's allocator works differently, so the test requires only half of the
+def test_arrays_next_to_reserved_fragments_stay_allocated():
+    """On a CPU, JAX's allocator works differently, so the test requires only half of the memory
     fragments."""
     guards = reserve_fragments(jax.local_devices()[:1])
     assert len(buffer_sizes()) >= len(guards) >= len(buffer_sizes()) // 2

@@ -16,7 +16,8 @@ from jpaged.runtime.batch import (
 )
 from jpaged.runtime.sampler import ROW_WIDTH
 
-R, M = 5, 4  # number of device rows (the last is padding), and width of a block table
+# number of batch rows (the last is padding), and number of blocks per row of the block table
+R, M = 5, 4
 SAMPLING = np.arange(R * ROW_WIDTH, dtype=np.int32).reshape(R, ROW_WIDTH)
 
 
@@ -33,8 +34,8 @@ def test_packed_decode_batch_unpacks_unchanged():
     assert batch.tokens.tolist()[:3] == [7, TOKEN_ON_DEVICE, 0]
     assert batch.rows.tolist() == [3, 0] + [R - 1] * 6
     assert batch.seq_lens.tolist() == [3, 5] + [0] * 6
-    # For a row without a new block, the index is past the end of the block table, so the device
-    # drops it.
+    # A row without a new block gets an index past the end of the block table, so that the device
+    # drops the update.
     assert batch.block_indices.tolist() == [M, 1] + [M] * 6
     assert batch.block_ids.tolist()[:2] == [0, 9]
     assert batch.is_output.tolist() == [True, True] + [False] * 6

@@ -10,7 +10,7 @@ def test_at_most_half_of_a_decode_batch_of_nine_or_more_is_padding():
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
 
 
-def test_logits_have_fewer_row_counts_than_batch_sizes():
+def test_number_of_logits_rows_is_padded_to_a_few_sizes():
     assert make_buckets(256, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 256)
     assert make_buckets(150, 8192).logits_row_sizes == (8, 16, 32, 64, 128, 192)
     assert make_buckets(1, 64).logits_row_sizes == (8,)
@@ -20,7 +20,7 @@ def test_logits_have_fewer_row_counts_than_batch_sizes():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
-def test_every_batch_size_has_a_compiled_sampler(max_num_seqs: int):
+def test_each_batch_size_has_a_compiled_sampling_program(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
     assert {*buckets.prefill_batch_sizes, *buckets.burst_batch_sizes} <= {*buckets.logits_row_sizes}
 
@@ -39,11 +39,13 @@ def test_every_batch_size_has_a_compiled_sampler(max_num_seqs: int):
         (256, 1, ()),
     ],
 )
-def test_bursts_have_few_batch_sizes_and_bounded_rows(max_num_seqs, steps, sizes):
+def test_multi_step_decode_programs_have_few_batch_sizes_and_limited_rows(
+    max_num_seqs, steps, sizes
+):
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_large_bursts_need_the_throughput_goal_and_a_batch_without_padding():
+def test_multi_step_decode_of_large_batches_needs_throughput_goal_and_little_padding():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:
@@ -63,7 +65,7 @@ def test_at_most_half_of_a_prefill_step_above_64_tokens_is_padding():
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_token_buckets_between_powers_of_two_have_many_sequences():
+def test_prefill_buckets_between_powers_of_two_are_compiled_only_for_many_sequences():
     def token_sizes(max_num_seqs: int, num_seqs: int) -> list[int]:
         shapes = make_buckets(max_num_seqs, 8192).prefill_shapes
         return [tokens for tokens, seqs in shapes if seqs == num_seqs]
@@ -71,8 +73,8 @@ def test_token_buckets_between_powers_of_two_have_many_sequences():
     assert token_sizes(256, 8) == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     many = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert token_sizes(256, 256) == many
-    # A step of 384 tokens cannot have 512 sequences, so this size has only the bucket of 8
-    # sequences.
+    # A step of 384 tokens cannot have 512 sequences, so 384 tokens have no bucket of 512 sequences.
+    # They have a bucket of 8 sequences instead.
     assert token_sizes(512, 8) == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 
@@ -97,7 +99,7 @@ def test_prefill_step_gets_the_smallest_bucket_that_fits(
     assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 
-def test_few_programs_option_gives_few_token_buckets():
+def test_option_for_few_compiled_programs_gives_few_token_buckets():
     assert make_buckets(16, 512, few_programs=True).prefill_token_sizes == (64, 512)
 
 
@@ -108,7 +110,7 @@ def test_small_max_num_seqs_has_one_prefill_batch_size():
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 31, 100, 256])
 @pytest.mark.parametrize("budget", [256, 300, 8192])
-def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, budget: int):
+def test_each_prefill_step_within_the_limits_fits_a_compiled_shape(max_num_seqs: int, budget: int):
     buckets = make_buckets(max_num_seqs, budget)
     shapes = buckets.prefill_shapes
     assert list(shapes) == sorted(set(shapes))

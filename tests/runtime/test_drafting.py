@@ -1,4 +1,5 @@
-"""Test drafters, and the functions that update the tokens of device rows."""
+"""Test the drafters of speculative decoding, and the functions that append tokens to batch rows on
+the device."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from jpaged.runtime.drafting import (
 
 
 def ngram_reference(tokens: list[int], drafter: NgramDrafter) -> list[int]:
-    """Compute the drafts in plain Python: find the longest suffix that occurs earlier, and take the
-    latest match."""
+    """Compute n-gram drafts in plain Python: find the longest suffix that also occurs earlier in
+    the tokens, and return the tokens after its latest earlier occurrence."""
     size = len(tokens)
     for length in range(min(drafter.max_ngram, size - 1), drafter.min_ngram - 1, -1):
         for start in range(size - length - 1, -1, -1):
@@ -46,7 +47,7 @@ def test_ngram_drafter_equals_a_plain_python_reference(drafter: NgramDrafter):
     rng = np.random.default_rng(0)
     lengths = np.array([0, 1, 2, 3, 5, *rng.integers(2, 41, 60)], np.int32)
     vocabulary = rng.integers(1, 5, len(lengths))[:, None]
-    # Entries after the length of a row are undefined.
+    # Tokens after the end of a sequence are undefined.
     history = (rng.integers(0, 1000, (len(lengths), 40)) % vocabulary).astype(np.int32)
     found = jax.jit(drafter)(DraftInputs(jnp.asarray(history), jnp.asarray(lengths)))
     rows = zip(history.tolist(), lengths.tolist(), strict=True)
@@ -71,7 +72,7 @@ def test_number_of_drafts_is_padded_to_1_3_or_7():
     assert make_drafter(config) == NgramDrafter(7, 5, 2, 6)
 
 
-def test_history_holds_loaded_and_appended_tokens():
+def test_token_history_contains_loaded_and_appended_tokens():
     row_tokens = RowTokens(jnp.zeros(4, jnp.int32), jnp.zeros((4, 6), jnp.int32))
     for entries in pack_tokens({2: [7, 8, 9], 0: [5]}, padding_row=3, max_model_len=6):
         row_tokens = load_tokens(row_tokens, jnp.asarray(entries))
@@ -82,7 +83,7 @@ def test_history_holds_loaded_and_appended_tokens():
     assert lengths_after[:3].tolist() == [2, 0, 5]  # row 1 exceeds its limit
 
 
-def test_row_length_comes_from_the_device_if_the_host_does_not_know_it():
+def test_unknown_row_length_is_read_from_the_device_state():
     seq_lens = jnp.asarray([5, -1, -1, 0], jnp.int32)
     limits = jnp.asarray([8, 9, 8, 0], jnp.int32)
     lengths = jnp.asarray([7, 9, 9, 3], jnp.int32)

@@ -1,4 +1,5 @@
-"""Test decode steps with fused layers: one kernel computes everything between two attentions."""
+"""Test decode steps with fused layers: one kernel computes all operations between two attention
+layers."""
 
 from functools import partial
 
@@ -105,6 +106,6 @@ def test_fused_layers_launch_one_kernel_between_attentions():
     num_links = config.num_layers - 1 if jax.__version_info__ >= (0, 11) else 0
     assert text.count("call @_run_fused_layer") == num_links
     assert text.count("call @_run_layer") == (0 if num_links else config.num_layers)
-    # One layer that is not fused has four GEMMs. Equal layers are lowered once.
+    # A layer that is not fused launches four GEMMs. JAX lowers equal layers once.
     assert text.count("custom_call @mosaic_gpu") == num_links + 4
     assert "stablehlo.dot_general" not in text

@@ -40,8 +40,8 @@ KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_
 HOPPER_KERNEL, ALL_REDUCE = "stablehlo.custom_call @mosaic_gpu", '"stablehlo.all_reduce"'
 NUM_LAYERS = 4
 
-# Per layer, jpaged's kernels are two norms (each adds a residual first), attention, and the
-# activation of a wide model. XLA launches four GEMMs, and the activation of a narrow model.
+# jpaged launches these kernels per layer: two norms (each adds a residual first), attention, and in
+# wide models the activation. XLA launches four GEMMs, and in narrow models the activation.
 KERNELS_PER_LAYER, PRODUCTS_PER_LAYER = 4, 4
 NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
@@ -64,23 +64,24 @@ def all_recipes(
     kv_cache_dtype: str | None = None,
     **options: Any,
 ) -> dict[Any, Recipe]:
-    """Return the compilation inputs (`Recipe`) of a published model's first layers, by program
-    name."""
+    """Return a dict from program names to compilation inputs (`Recipe`), for the first `num_layers`
+    layers of the published model `shape`."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
     return recipes_of(config, num_devices, **options)
 
 
 def recipes_of(config: ModelConfig, num_devices: int, **options: Any) -> dict[Any, Recipe]:
-    """Return the compilation inputs (`Recipe`) of all programs of an engine on GPUs, by program
-    name."""
+    """Return a dict from program names to the compilation inputs (`Recipe`) of all programs that a
+    GPU engine compiles."""
     mesh = make_mesh(jax.devices(), num_devices)
     split = SplitModel.of(make_abstract_model(config, jnp.bfloat16, mesh))
     return recipes_of_split(split, config.shard(num_devices), **options)
 
 
 def recipes_of_split(split: SplitModel, sizes: ModelSizes, **options: Any) -> dict[Any, Recipe]:
-    """Return the recipes of a model. `sizes` are the sizes of one device's shard."""
+    """Return a dict from program names to compilation inputs (`Recipe`). `sizes` are the model
+    sizes of one device's shard."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -126,8 +127,8 @@ def function_bodies(text: str) -> dict[str, str]:
 
 
 def launches(text: str, *more: str) -> Counter:
-    """Count the kernels, the GEMMs and the operations `more` that `main` and the functions it calls
-    launch."""
+    """Count Triton kernels, Mosaic GPU kernels and GEMMs in the StableHLO `text`, in `main` and the
+    functions that it calls. Also count each operation name in `more`."""
     bodies = function_bodies(text)
 
     @cache
@@ -149,7 +150,7 @@ def test_decode_step_launches_no_more_kernels_than_recorded(shape: str, rows: in
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(32, marks=pytest.mark.full), 256])
-def test_burst_lowers_its_step_once(rows: int):
+def test_multi_step_decode_program_contains_the_decode_step_once(rows: int):
     names = ("decode", rows), ("decode_burst", (rows, SCORED_GREEDY))
     single, burst = (step("qwen3-0.6b", *name) for name in names)
     assert burst.count("stablehlo.while") == 1 + single.count("stablehlo.while")
@@ -168,8 +169,8 @@ def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # One more launch per layer rotates the keys of all tokens and writes keys and values to the
-    # pool.
+    # One more launch per layer rotates the keys of all tokens, and writes keys and values to the KV
+    # cache.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
@@ -240,8 +241,8 @@ def test_tensor_parallel_step_has_two_all_reduces_per_layer(name: tuple):
 
 @reads_device_from_mesh
 @each_kind_of_step
-def test_tensor_parallel_step_uses_peer_memory(name: tuple):
-    """XLA does only the first all-reduce, that of the token embeddings."""
+def test_tensor_parallel_step_all_reduces_through_peer_memory(name: tuple):
+    """XLA performs only the first all-reduce, which sums the token embeddings."""
     with on_gpu():
         recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)[name]
         text = lowered(recipe, recipe.jitted_step)
@@ -259,8 +260,9 @@ def test_tensor_parallel_step_uses_peer_memory(name: tuple):
 
 @reads_device_from_mesh
 @pytest.mark.parametrize("by_expert", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_sparse_layers_use_peer_memory(by_expert: bool):
-    """Experts need the same all-reduces as a dense feed-forward, however the experts are split."""
+def test_mixture_of_experts_layers_all_reduce_through_peer_memory(by_expert: bool):
+    """A mixture-of-experts layer needs the same all-reduces as a dense feed-forward layer, with
+    expert parallelism and with tensor parallelism."""
     fields = {**ALL_SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 2}
     config = replace(read_model_config(fields), enable_expert_parallel=by_expert)
     with on_gpu():
@@ -273,7 +275,7 @@ def test_sparse_layers_use_peer_memory(by_expert: bool):
 
 
 @reads_device_from_mesh
-def test_only_samplers_that_need_whole_rows_gather_logits():
+def test_only_samplers_that_need_all_logits_of_a_row_gather_logits():
     made = all_recipes("qwen3-0.6b", 2, num_devices=2)
 
     def gathered(*name: Any) -> list[str]:
@@ -323,7 +325,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     covering(FAMILIES, [("decode", 64), BURST, ("prefill", (512, 8))], strength=1),
 )
 def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
-    """The first all-reduce of each step is XLA's: it synchronizes the devices."""
+    """XLA performs the first all-reduce of each step, which synchronizes the devices. jpaged's
+    kernel performs the others."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 512}
     sizes |= {"max_position_embeddings": 2048, "vocab_size": 1000, "intermediate_size": 512}
     if family in ("llama", "gemma3_text"):
@@ -344,8 +347,8 @@ def test_all_reduces_alternate_exchange_buffers(family: str, name: tuple):
 
 
 def sums_in_order(text: str) -> list[str]:
-    """Return the loops, XLA's all-reduces and the exchange buffers (0 or 1) of jpaged's
-    all-reduces, in execution order."""
+    """List the loops and all-reduces of a lowered program in execution order. An all-reduce by
+    jpaged is listed as the index (0 or 1) of its exchange buffer."""
     bodies = function_bodies(text)
 
     def walk(name: str) -> Iterator[str]:
@@ -360,7 +363,7 @@ def sums_in_order(text: str) -> list[str]:
 
 
 @reads_device_from_mesh
-def test_long_prompts_are_all_reduced_by_xla():
+def test_all_reduces_of_long_prompts_use_xla():
     with on_gpu():
         made = all_recipes("qwen3-0.6b", 2, num_devices=2, has_peer_memory=True)
     text = lowered_for_gpu(made["prefill", (8192, 8)])
@@ -395,12 +398,12 @@ def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDev
     cold, warm = (
         lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
     )
-    assert warm == cold  # otherwise JAX's compilation cache misses
+    assert warm == cold  # JAX's compilation cache hits only if both texts are equal
     direct = lowered_for_gpu(recipe, device)
     counted = launches(warm)
     assert counted == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
-    if device is H200:  # the number of cores is unknown, so layers are not fused
+    if device is H200:  # the number of SMs is unknown, so the layers are not fused
         assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
         return
     num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
@@ -408,7 +411,7 @@ def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDev
     assert counted[HOPPER_KERNEL] == num_links + num_products
 
 
-def test_every_step_can_be_stored():
+def test_every_compiled_program_can_be_exported_and_deserialized():
     kinds = {
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
@@ -436,11 +439,11 @@ def test_no_sampling_program_sorts_logits():
         strength=1,
     ),
 )
-def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
+def test_float8_kv_cache_does_not_change_the_kernels_of_a_step(shape: str, name: tuple):
     text = lowered_for_gpu(all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name])
     narrow, wide = launches(text), launches(step(shape, *name))
     # With an FP8 pool, prefill has two more kernels per layer. One converts FP8 blocks to bfloat16
-    # in a buffer. The other attends to the blocks for which the buffer has no room.
+    # in a buffer. The other computes attention over the blocks for which the buffer has no room.
     more = 2 * NUM_LAYERS if name[0] == "prefill" else 0
     assert narrow[KERNEL] == wide[KERNEL] + more
     assert [narrow[kind] for kind in (HOPPER_KERNEL, PRODUCT)] == [
@@ -454,7 +457,7 @@ def test_float8_pool_does_not_change_the_kernels_of_a_step(shape: str, name: tup
     assert {*re.findall(r"stablehlo\.(\w+) .*ui16", outside)} == {"reshape"}
 
 
-def test_prefill_programs_with_equal_numbers_of_tokens_share_the_hopper_kernel(
+def test_prefill_programs_with_the_same_number_of_tokens_share_the_hopper_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ):
     seen, attend = [], prefill_hopper._attend
@@ -467,7 +470,7 @@ def test_prefill_programs_with_equal_numbers_of_tokens_share_the_hopper_kernel(
     def kernels(text: str) -> set[str]:
         return set(re.findall(r"kernel_hash = (\".+?\"),", text))
 
-    # Two sets of recipes may lower a kernel twice, but XLA compiles equal kernels once.
+    # The two program sets may lower a kernel twice, but XLA compiles equal kernels once.
     few, many = (
         lowered_for_gpu(all_recipes("qwen3-0.6b", 1)["prefill", (512, n)]) for n in (8, 256)
     )
@@ -482,9 +485,8 @@ def test_prefill_programs_with_equal_numbers_of_tokens_share_the_hopper_kernel(
 
 
 def num_state_arrays(name: tuple) -> int:
-    """Return the number of arrays that a program updates in place.
-
-    These are the pool and the block tables. A burst also updates tokens and sampling state.
+    """Return the number of arrays that a program updates in place. These are the KV cache pool and
+    the block tables. A multi-step decode program also updates tokens and sampling state.
     """
     return 2 * NUM_LAYERS + 1 + (4 if name == BURST else 0)
 
@@ -494,9 +496,9 @@ def _num_reused(text: str) -> int:
     return signature.count("tf.aliasing_output")
 
 
-def test_programs_without_pool_are_assigned_to_the_same_workers():
-    """Workers compile the programs without the pool first, because the size of the pool is not
-    known yet."""
+def test_programs_that_do_not_use_the_kv_pool_are_compiled_by_the_same_workers():
+    """Worker processes first compile the programs that do not use the KV cache pool, because the
+    size of the pool is not known yet."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
     kinds = {"mask", "sample", "load_rows", "load_bias"}
@@ -507,11 +509,11 @@ def test_programs_without_pool_are_assigned_to_the_same_workers():
         assert select_worker_recipes(made, worker, 8)[: len(alone)] == alone
 
 
-def test_engine_has_no_more_programs_than_recorded():
+def test_engine_compiles_no_more_programs_than_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= 91
 
 
-def test_expensive_programs_are_spread_over_all_workers():
+def test_programs_that_compile_slowly_are_spread_over_all_compile_workers():
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [select_worker_recipes(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
@@ -522,7 +524,7 @@ def test_expensive_programs_are_spread_over_all_workers():
 
 
 def test_steps_with_fused_layers_are_compiled_first():
-    """XLA compiles the kernel of a fused layer only while it compiles nothing else."""
+    """XLA compiles the kernel of a fused layer only while no other compilation runs."""
     first, *bursts = [*all_recipes("qwen3-0.6b", NUM_LAYERS)][:3]
     assert first == ("decode", 8)
     assert [(kind, size) for kind, (size, _) in bursts] == 2 * [("decode_burst", 8)]

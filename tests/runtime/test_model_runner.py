@@ -51,8 +51,8 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # The second builder must load stored programs: it gets a model without a treedef, which cannot
-    # be traced.
+    # The second builder must load stored programs. The test gives it a model without a treedef,
+    # which JAX cannot trace.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
@@ -63,7 +63,8 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Driver:
-    """Replaces the scheduler: a test chooses the steps and the blocks of each sequence."""
+    """Replace the scheduler, so that a test can choose the steps and the blocks of each
+    sequence."""
 
     seq_id_counter = itertools.count()
 
@@ -153,7 +154,7 @@ def share_all_but_last_block(
 PROMPT = list(range(5, 16))
 
 
-def test_plan_can_copy_any_number_of_blocks(driver: Driver):
+def test_step_plan_can_copy_any_number_of_blocks(driver: Driver):
     """The plan copies so many blocks that the copies need more than two launches."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
@@ -166,7 +167,9 @@ def test_plan_can_copy_any_number_of_blocks(driver: Driver):
 
 
 @pytest.mark.parametrize("is_separate_plan", [False, True])
-def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_separate_plan: bool):
+def test_forked_sequence_gets_a_copy_of_its_parents_block_table(
+    driver: Driver, is_separate_plan: bool
+):
     """The source of the second fork is the child of the first fork."""
     a, b, c = driver.request(GREEDY, PROMPT, 3).sequences
     driver.prefill(a, [1, 2])
@@ -182,7 +185,7 @@ def test_forked_rows_have_the_block_table_of_their_parent(driver: Driver, is_sep
     check_same(seen, [outputs_alone(driver, GREEDY, PROMPT, 2)[1]] * 3)
 
 
-def test_results_have_the_order_of_the_plan(driver: Driver):
+def test_results_have_the_same_order_as_the_step_plan(driver: Driver):
     """The first plan mixes prefill chunks and decode rows. The second plan has only decode rows."""
     params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
@@ -243,11 +246,11 @@ def test_second_sample_equals_a_single_request_with_the_next_seed(
     check_same(of_second, outputs_alone(driver, SamplingParams(seed=0, **options), PROMPT, 5))
 
 
-def test_rows_that_join_together_are_loaded_by_one_launch(
+def test_new_batch_rows_are_loaded_onto_the_device_by_one_launch(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    """Only rows with biases need a separate launch each, because biases are as wide as the
-    vocabulary."""
+    """Only a row with logit biases needs its own launch, because a row of biases has one number per
+    token of the vocabulary."""
     programs, launched = driver.runner.programs, []
 
     def counted(name: str):
@@ -309,7 +312,7 @@ def test_swapped_sequence_continues_with_the_same_tokens(driver: Driver):
     check_same([driver.decode(victim) for _ in range(3)], alone[3:])
 
 
-def test_plan_with_only_swaps_is_launched(driver: Driver):
+def test_step_plan_with_only_swaps_is_launched(driver: Driver):
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(), swap_outs=(SwapOut(1, (1, 2)), SwapOut(2, (1,))))
@@ -349,8 +352,8 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_preemption_costs_are_measured(driver: Driver):
-    """Measuring changes no block of a sequence, and releases the device rows that it used."""
+def test_costs_of_recomputing_and_swapping_are_measured(driver: Driver):
+    """The measurement changes no block of a sequence, and releases the batch rows that it used."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     costs = measure_preemption_costs(driver.runner, CONFIG)
@@ -392,7 +395,7 @@ def test_error_in_sampling_setup_fails_only_that_request(
     assert isinstance(error, KeyError)
 
 
-def test_error_in_row_assignment_is_raised_instead_of_failing_one_request(
+def test_error_during_batch_row_assignment_is_raised_to_the_caller(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_: object) -> int:
@@ -406,7 +409,7 @@ def test_error_in_row_assignment_is_raised_instead_of_failing_one_request(
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
-def test_memory_fragments_are_reserved_only_on_a_gpu(
+def test_small_memory_fragments_are_reserved_only_on_a_gpu(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []

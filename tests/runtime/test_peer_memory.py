@@ -42,7 +42,7 @@ def test_wait_raises_if_a_device_failed():
         wait_for_devices(found)
 
 
-def test_wait_for_a_hanging_step_has_a_time_limit(monkeypatch: pytest.MonkeyPatch):
+def test_wait_for_a_hanging_device_step_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer_memory, "MAX_STEP_S", 0.05)
     with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* kill this process"):
         wait_for_devices([SimpleNamespace(is_ready=lambda: False)])
@@ -98,7 +98,7 @@ def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
+def test_unfinished_launches_of_prompt_logprobs_are_limited(is_shared: bool):
     """Without the bound, a launch would block without a time limit if a device hangs."""
     num_rows = 64
     length = 20 * num_rows
@@ -124,5 +124,6 @@ def test_launches_of_prompt_scores_are_bounded(is_shared: bool):
     assert (found.arrays, found.slices) == (scored, {7: slice(0, length)})
     firsts = [1 + i * num_rows for i in range(20)]
     assert [int(it) for it in scored] == firsts
-    ahead = [(first, i + 8) for i, first in enumerate(firsts[:12])]  # each is two launches
+    # scoring `num_rows` tokens takes two launches
+    ahead = [(first, i + 8) for i, first in enumerate(firsts[:12])]
     assert waited == (ahead if is_shared else [])

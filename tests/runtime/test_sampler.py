@@ -56,8 +56,8 @@ _PARAMS = [
 
 
 def _params_at(level):
-    """Return `_PARAMS`, with greedy parameters in place of those that the level does not
-    support."""
+    """Return `_PARAMS`, but replace parameters that the sampler variant `level` does not support by
+    greedy sampling."""
     return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
 
 
@@ -72,7 +72,8 @@ def _tokens(logits, rows, level, state=None, row_ids=None):
 
 
 def _load(state, rows, vocab_size=V):
-    """Return a state in which the device rows `rows` are initialized from their `RowMarks`."""
+    """Return a sampling state in which the batch rows `rows` are initialized from their
+    `RowMarks`."""
     for packed in pack_marks(rows, state.token_state.shape[0] - 1, vocab_size):
         state = _load_rows(state, jnp.asarray(packed))
     return state
@@ -156,7 +157,7 @@ def test_extreme_sampling_parameters_are_clamped():
         (SamplingParams(n=2, best_of=3), SamplerLevel.RANDOM | SamplerLevel.LOGPROBS),
     ],
 )
-def test_required_sampler_level_follows_from_the_parameters(params, level):
+def test_sampling_parameters_select_the_compiled_sampler_variant(params, level):
     assert required_level(params) == level
 
 
@@ -170,7 +171,7 @@ def test_greedy_rows_take_the_first_maximum_in_a_batch_with_random_rows():
         assert tokens[7] == 2
 
 
-def test_sampling_level_with_more_features_changes_no_token():
+def test_sampler_variant_with_more_features_returns_the_same_tokens():
     logits = _logits(8, seed=3)
     rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_sampling_state(9, V)
     by_level = {level: _tokens(logits, rows, level, state) for level in LEVELS}
@@ -181,7 +182,7 @@ def test_sampling_level_with_more_features_changes_no_token():
         assert set(covering) == {by_level[needed][index]}
 
 
-def test_sampled_token_depends_only_on_its_row():
+def test_sampled_token_does_not_depend_on_other_batch_rows():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
     state, level = init_sampling_state(9, V), FULL_LEVEL
     alone = [
@@ -195,7 +196,7 @@ def test_sampled_token_depends_only_on_its_row():
 
 
 @pytest.mark.parametrize("is_partitionable", [True, False])
-def test_seeded_tokens_are_as_recorded_with_either_threefry_flag(is_partitionable):
+def test_seeded_samples_equal_recorded_tokens_with_either_threefry_flag(is_partitionable):
     with jax.threefry_partitionable(is_partitionable):
         drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
     # If these tokens change, the output of every seeded request changes.
@@ -239,7 +240,8 @@ def test_huge_temperature_keeps_tokens_forbidden():
     drawn = _draws(logits, 4096, SamplingParams(temperature=1e300))
     counts = np.bincount(drawn, minlength=V)
     assert counts[4:].sum() == 0
-    assert counts[:4].min() > 900  # the expected count is 1,024, with a standard deviation of 28
+    # each token is expected 1,024 times, with a standard deviation of 28
+    assert counts[:4].min() > 900
 
 
 def test_only_allowed_token_is_always_sampled():
@@ -263,7 +265,7 @@ def _softmax(x):
     return weight / weight.sum()
 
 
-# The 0.999 quantile of the chi-square distribution, by the number of degrees of freedom.
+# Maps a number of degrees of freedom to the 0.999 quantile of the chi-square distribution.
 _LIMIT = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.4}
 
 
@@ -313,7 +315,7 @@ _NOT_FINITE = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", _NOT_FINITE)
-def test_row_without_finite_maximum_has_no_token(case, level):
+def test_row_whose_maximum_logit_is_not_finite_gets_no_token(case, level):
     logits, state = _logits(8, seed=5), init_sampling_state(9, V)
     rows = _rows(_params_at(level), range(8), range(8))
     expected = _tokens(logits, rows, level, state)
@@ -325,7 +327,7 @@ def test_row_without_finite_maximum_has_no_token(case, level):
         np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
 
 
-def test_row_with_some_forbidden_tokens_still_samples_a_token():
+def test_row_with_some_tokens_at_minus_infinity_samples_another_token():
     logits = _logits(8, seed=5)
     logits[:, 3] = -np.inf
     logits[:, 4] = -1e38
@@ -334,7 +336,7 @@ def test_row_with_some_forbidden_tokens_still_samples_a_token():
         assert _tokens(logits, rows, level, init_sampling_state(9, V)).min() >= 0
 
 
-def test_row_without_a_token_is_not_counted_and_stores_zero():
+def test_row_without_a_sampled_token_stores_zero_and_counts_no_token():
     inputs = SampleInputs(
         rows=jnp.arange(3, dtype=jnp.int32),
         is_output=jnp.ones(3, jnp.bool_),
@@ -361,7 +363,7 @@ def test_row_without_a_token_is_not_counted_and_stores_zero():
 @pytest.mark.parametrize(
     ("level", "num_passes"), [(SamplerLevel.GREEDY, 1), (SamplerLevel.RANDOM, 2)]
 )
-def test_check_for_rows_without_a_token_adds_no_pass_over_the_logits(level, num_passes):
+def test_check_for_non_finite_logits_adds_no_pass_over_the_logits(level, num_passes):
     logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
     ids = jnp.arange(8, dtype=jnp.int32)
     compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
@@ -420,7 +422,7 @@ def test_logit_adjustments_equal_a_plain_python_computation():
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_only_output_tokens_are_counted():
+def test_penalties_count_only_output_tokens():
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     is_counted = jnp.asarray([True, False])
     counts = _counts(_record(init_sampling_state(3, V), row_ids, tokens, is_counted))
@@ -428,8 +430,9 @@ def test_only_output_tokens_are_counted():
     assert counts.sum() == 1
 
 
-def test_loaded_rows_of_any_length_and_number_replace_old_state():
-    """Load more rows and tokens than fit one launch. Some output tokens are also in the prompt."""
+def test_loading_any_number_of_rows_replaces_their_old_sampling_state():
+    """The test loads more rows and tokens than one launch can load. Some output tokens are also in
+    the prompt."""
     width, rng = 50, np.random.default_rng(0)
     lengths = [TOKENS_PER_LOAD + 700, 3, 1, 2 * TOKENS_PER_LOAD, *[5] * ROWS_PER_LOAD]
     sequences = [rng.integers(0, width, n) for n in lengths]
@@ -442,7 +445,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
     token_state = np.asarray(state.token_state)
-    assert (token_state[-2] == 3).all()  # a row that the test did not load
+    assert (token_state[-2] == 3).all()  # a batch row for which the test loaded no state
     for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
         expected = np.bincount(tokens[num_prompt:], minlength=width)
         expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT
@@ -451,7 +454,7 @@ def test_loaded_rows_of_any_length_and_number_replace_old_state():
     assert np.asarray(state.prompt_lens)[:-1].tolist() == [*prompts, 0]
 
 
-def test_row_without_adjustments_ignores_old_state():
+def test_request_without_logit_adjustments_ignores_state_of_an_earlier_request():
     logits = _logits(8)
     garbage = init_sampling_state(9, V)._replace(
         logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32),
@@ -461,7 +464,7 @@ def test_row_without_adjustments_ignores_old_state():
     np.testing.assert_array_equal(_adjusted(logits, rows, garbage, row_ids), logits)
 
 
-def test_row_without_biases_ignores_old_biases():
+def test_request_without_logit_biases_ignores_biases_of_an_earlier_request():
     params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
     state = init_sampling_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
     logits = _logits(2)
@@ -469,7 +472,7 @@ def test_row_without_biases_ignores_old_biases():
     np.testing.assert_array_equal(found, logits - np.array([[0], [7]], np.float32))
 
 
-def test_loading_a_preempted_row_restores_its_token_counts():
+def test_loading_a_preempted_sequence_restores_its_token_counts():
     prompt, output = [3, 4, 3], [5, 5, 6]
     recorded = _load(init_sampling_state(3, V), {1: RowMarks.of(prompt, 3)})
     for token in output:
@@ -490,7 +493,7 @@ def test_forbidden_tokens_are_never_drawn():
     assert drawn == {3, 30}
 
 
-def test_adjusted_level_without_a_sampling_state_is_refused():
+def test_sampler_variant_with_logit_adjustments_requires_a_sampling_state():
     with pytest.raises(ValueError, match="state is None at level ADJUSTED"):
         _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
 

@@ -102,8 +102,8 @@ def run_on_one_and_many(
     params: list[SamplingParams],
     *mode: LogprobsMode,
 ) -> tuple[SampledTokens, SampledTokens]:
-    """Return the result of one device, and the result of `count` devices. Check that all `count`
-    devices return the same."""
+    """Run the sampler on one device and on `count` devices, and return both results. Check that all
+    `count` devices return equal results."""
     one, shared = (
         sampler(n, level, *mode)(jnp.asarray(logits), *rows_of(params)) for n in (1, count)
     )
@@ -119,7 +119,7 @@ def random_logits(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("level", EXCHANGING)
-def test_split_vocabulary_gives_the_tokens_of_one_device(level: SamplerLevel, count: int):
+def test_split_vocabulary_gives_the_same_tokens_as_one_device(level: SamplerLevel, count: int):
     params = PARAMS if level else PARAMS[:1] * B
     found = set()
     for seed in range(8):
@@ -185,7 +185,9 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(case: str, le
 @pytest.mark.parametrize(
     ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
 )
-def test_levels_that_gather_logits_give_the_scores_of_one_device(level: SamplerLevel, count: int):
+def test_samplers_that_gather_logits_give_the_same_logprobs_as_one_device(
+    level: SamplerLevel, count: int
+):
     params = ASKING if level == FULL_LEVEL else PARAMS
     params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
     one, shared = run_on_one_and_many(random_logits(2), level, count, params)
@@ -202,7 +204,9 @@ def test_levels_that_gather_logits_give_the_scores_of_one_device(level: SamplerL
         keep=lambda level, mode: level == FULL_LEVEL and mode == "processed_logprobs",
     ),
 )
-def test_each_logprobs_mode_gives_the_scores_of_one_device(level: SamplerLevel, mode: LogprobsMode):
+def test_each_logprobs_mode_gives_the_same_logprobs_as_one_device(
+    level: SamplerLevel, mode: LogprobsMode
+):
     params = ASKING if level == FULL_LEVEL else [ASKING[0], ASKING[4]] * 3
     one, shared = run_on_one_and_many(random_logits(2), level, 2, params, mode)
     np.testing.assert_array_equal(shared.token_ids, one.token_ids)
@@ -223,7 +227,7 @@ def test_mask_applies_to_each_vocabulary_shard(count: int):
 
 
 @pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
-def test_devices_exchange_only_what_a_level_needs(level: SamplerLevel):
+def test_devices_exchange_only_the_numbers_that_the_sampler_needs(level: SamplerLevel):
     """Greedy and random sampling exchange two numbers per row. Random sampling also needs one
     all-reduce."""
 

@@ -50,7 +50,8 @@ def contents(state: KVState) -> list[np.ndarray]:
 
 
 def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
-    """Return the recipes that gather and scatter `size` blocks."""
+    """Return the compilation inputs (`Recipe`) of two programs: one gathers `size` blocks from the
+    KV cache, the other scatters them."""
     config = RuntimeConfig(S, P, 5 * S, 3, 64, 16, Backend.XLA)
     shapes = DeviceShapes(
         state, int32_shape(4), jax.eval_shape(lambda: init_sampling_state(4, 16)), int32_shape(8)
@@ -64,7 +65,7 @@ def compiled_swaps(state: KVState, *sizes: int) -> dict[Any, Any]:
 
 
 class Pool:
-    """Replaces `ModelRunner`: holds the KV state and launches the swap programs on it."""
+    """Replace `ModelRunner`: hold the KV cache, and launch the swap programs with it."""
 
     def __init__(self, programs: dict[Any, Any], state: KVState):
         self.programs, self.state = programs, state
@@ -109,7 +110,7 @@ def check_copied(before: list[np.ndarray], pool: Pool, source, target) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
-def test_swapped_blocks_return_to_other_block_ids(
+def test_swapped_blocks_can_return_to_other_block_ids(
     entries: SwapEntries, pool: Pool, num_blocks: int
 ):
     before = contents(pool.state)
@@ -125,10 +126,10 @@ def test_swapped_blocks_return_to_other_block_ids(
     assert len(entries) == 0
 
 
-def test_swap_out_waits_for_earlier_transfers_by_the_given_function(
+def test_swap_out_waits_for_earlier_transfers_with_the_callers_wait_function(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ):
-    """The wait has a time limit, so that a hanging device is detected."""
+    """The caller's wait function has a time limit, so that a hanging device is detected."""
     waited: list[Any] = []
     never = SimpleNamespace(is_ready=lambda: False)
     monkeypatch.setattr(swap, "to_host", lambda blocks: never)
@@ -143,18 +144,20 @@ def test_swap_out_waits_for_earlier_transfers_by_the_given_function(
 def test_unneeded_blocks_of_a_swap_entry_are_not_copied(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     swap_out(entries, pool, 1, range(1, 31))
-    # The wanted blocks are in two chunks, and not in ascending order.
+    # The blocks to swap in belong to two chunks of the swap entry, and are not in ascending order.
     swap_in(entries, pool, SwapIn(1, ((29, 50), (2, 51), (17, 52))))
     check_copied(before, pool, source=[30, 3, 18], target=[50, 51, 52])
 
 
-def test_swap_entry_without_needed_blocks_is_only_dropped(entries: SwapEntries, pool: Pool):
+def test_swap_entry_whose_blocks_are_not_needed_is_dropped_without_a_copy(
+    entries: SwapEntries, pool: Pool
+):
     swap_out(entries, pool, 1, [1, 2])
     assert not entries.start_swap_ins([SwapIn(1, ())])
     assert len(entries) == 0
 
 
-def test_several_swap_entries_return_in_one_plan(entries: SwapEntries, pool: Pool):
+def test_one_step_plan_can_swap_in_several_entries(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     ids = range(1, 2 * MAX_STAGED_CHUNKS)
     for i in ids:
@@ -164,7 +167,7 @@ def test_several_swap_entries_return_in_one_plan(entries: SwapEntries, pool: Poo
     check_copied(before, pool, source=list(ids), target=[40 + i for i in ids])
 
 
-def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
+def test_dropping_a_swap_entry_frees_its_host_memory(entries: SwapEntries, pool: Pool):
     swap_out(entries, pool, 1, [3])
     entries.drop(1)
     assert len(entries) == 0
@@ -175,8 +178,8 @@ def test_dropped_swap_entry_is_freed(entries: SwapEntries, pool: Pool):
         swap_out(entries, pool, 1, [3])
 
 
-def test_swap_entries_return_in_any_order(entries: SwapEntries, pool: Pool):
-    """Compare random swaps with the same copies of NumPy arrays."""
+def test_swap_entries_can_be_swapped_in_in_any_order(entries: SwapEntries, pool: Pool):
+    """The test also performs the random swaps with NumPy arrays, and compares the contents."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
     out: dict[int, list[np.ndarray]] = {}
@@ -218,14 +221,14 @@ def test_swap_entries_are_in_pinned_host_memory(entries: SwapEntries, pool: Pool
     entries.drop(1)
 
 
-def test_swap_warm_up_does_not_change_the_pool(entries: SwapEntries, pool: Pool):
+def test_swap_warm_up_does_not_change_the_kv_cache(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     entries.warm_up(pool.launch)
     check_copied(before, pool, [], [])
     assert len(entries) == 0
 
 
-def test_swap_chunks_have_little_padding():
+def test_blocks_are_swapped_in_chunks_with_little_padding():
     sizes = (8, 16, 32, 64)
     for num_blocks in range(1, 400):
         chunks = list(split_into_chunks(num_blocks, sizes))
@@ -235,7 +238,7 @@ def test_swap_chunks_have_little_padding():
         assert len(chunks) <= num_blocks // 64 + 3
 
 
-def test_swap_chunk_sizes_are_bounded():
+def test_number_of_blocks_per_swap_chunk_is_limited():
     def pool(num_blocks: int, block_elements: int):
         return jax.ShapeDtypeStruct((num_blocks, block_elements), jnp.int8)
 

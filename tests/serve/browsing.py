@@ -14,7 +14,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 @contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
-    """Yield the URL of a server with these flags. Then check that SIGTERM ends the server."""
+    """Start a server with these flags and yield its URL. Then check that SIGTERM ends the
+    server."""
     server = ServerProcess(cache, "--no-log-requests", *flags)
     try:
         yield server.url

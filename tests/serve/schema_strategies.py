@@ -19,7 +19,8 @@ ANYTHING = st.recursive(
 )
 """Arbitrary JSON values."""
 
-_LONGEST = 12  # length of generated arrays and texts; other tests cover the larger bounds
+# maximum length of generated arrays and texts; other tests check the larger limits of the schema
+_LONGEST = 12
 
 
 def values_of(schema: Schema, whole: Schema) -> st.SearchStrategy[Any]:
@@ -27,7 +28,7 @@ def values_of(schema: Schema, whole: Schema) -> st.SearchStrategy[Any]:
 
     Args:
         schema: A schema with types, bounds, enumerations, arrays and objects.
-        whole: The document that references point into.
+        whole: The whole JSON document, in which `$ref` references are looked up.
     """
     if "$ref" in schema:
         target: Any = whole
@@ -84,7 +85,8 @@ def _objects(schema: Schema, whole: Schema) -> st.SearchStrategy[dict[str, Any]]
         names = st.from_regex(pattern, fullmatch=True) if pattern else st.text(max_size=10)
         return st.dictionaries(names, values_of(schema["additionalProperties"], whole), max_size=4)
     needed = {name: fields[name] for name in required}
-    # Use at most four optional fields in a body: a body with all fields is nearly always refused.
+    # Use at most four optional fields per request body: the server refuses nearly every body with
+    # all fields.
     others = st.lists(st.sampled_from(sorted(set(fields) - set(required))), max_size=4, unique=True)
     if len(needed) == len(fields):
         return st.fixed_dictionaries(needed)

@@ -1,4 +1,4 @@
-"""An engine whose answers are given by the test."""
+"""An engine that returns answers that the test supplies."""
 
 from collections import deque
 from collections.abc import Sequence

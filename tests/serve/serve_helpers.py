@@ -58,9 +58,9 @@ class Server:
         assert body["choices"][0]["finish_reason"] == "stop"
 
     async def idle(self, seconds: float = 30.0) -> None:
-        """Wait until no request is in flight, all blocks are free and the block counts agree.
-
-        The engine's thread may be changing its state, so only a lasting difference is an error.
+        """Wait until no request is in flight, all blocks are free, and the block manager's counts
+        are consistent. The engine's thread may be changing these counts, so an inconsistency is an
+        error only if it lasts.
         """
         end = time.monotonic() + seconds
         while True:
@@ -78,7 +78,8 @@ class Server:
     def busy(self) -> bool:
         try:
             stats = self.engine.stats()
-        except RuntimeError:  # the engine's thread changed a container during iteration
+        # the engine's thread changed a container while this thread iterated over it
+        except RuntimeError:
             return True
         in_flight = self.serving.num_requests or stats.num_running or stats.num_waiting
         blocks_out = stats.num_free_blocks != stats.num_blocks
@@ -86,7 +87,7 @@ class Server:
 
 
 class Servers:
-    """Start servers in the running event loop with `start`, and stop all of them with `end`."""
+    """Start servers in the running event loop with `start`, and stop every server with `end`."""
 
     def __init__(self) -> None:
         self.started: list[Server] = []
@@ -120,9 +121,8 @@ class Servers:
 
 @functools.cache
 def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
-    """Return a tokenizing process that servers with the same settings share.
-
-    The start of such a process takes a second.
+    """Return a tokenizer process. Servers with the same settings share one process, because
+    starting a process takes a second.
     """
     process = TokenizingProcess(settings)
     atexit.register(process.close)
@@ -130,7 +130,8 @@ def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
 
 
 def run_worker(engine: Engine, sock: socket.socket) -> None:
-    """Run an engine worker in this thread. If a step fails, the worker reports it to the client."""
+    """Run an engine worker in this thread. If a step fails, the worker reports the error to the
+    client."""
     with contextlib.suppress(RuntimeError):
         EngineWorker(engine, MessageSocket(sock)).run()
 
@@ -160,7 +161,7 @@ class RawRequest:
 
     Attributes:
         status: Status of the response; 0 before it starts.
-        body: Bytes of the response that the client has read so far.
+        body: Bytes of the response body that the client has read so far.
         reading: While this event is set, the client reads.
     """
 

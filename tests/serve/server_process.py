@@ -40,7 +40,7 @@ class ServerProcess:
         command += ["--compilation-cache-dir", str(cache), *arguments]
         around = {**os.environ, **(environment or {})}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=around)
-        if num_files is not None:  # the server reads this limit when it starts
+        if num_files is not None:  # the server reads its limit on open files when it starts
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_files, num_files))
         self.log = ""
         self.url = ""

@@ -104,7 +104,7 @@ def test_vllm_structured_outputs_field_constrains_answers(
     serve(scenario)
 
 
-def test_json_object_format_starts_with_a_brace(serve: Run):
+def test_answer_with_json_object_format_starts_with_a_brace(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"response_format": {"type": "json_object"}, "max_tokens": 40, "logprobs": True}
         (choice,) = (await ask(server, **asked, top_logprobs=3))["choices"]
@@ -118,7 +118,8 @@ def test_json_object_format_starts_with_a_brace(serve: Run):
 
 
 async def _refusal_message(server: Server, spec: dict[str, Any]) -> str:
-    """Return the error for a refused spec, and check that the server answers the next request."""
+    """Send a structured-output spec that the server must refuse, and return the error message.
+    Check that the server answers the next request."""
     body = {"structured_outputs": spec, "max_tokens": 4, "stream": True}
     answer = await server.http.post("/v1/completions", json={"prompt": "a", **body})
     assert answer.status_code == 400, answer.text
@@ -143,7 +144,8 @@ def test_spec_above_a_limit_is_refused(serve: Run):
 def test_spec_that_exceeds_time_memory_or_stack_fails_only_its_request(
     serve: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Without the limit that refuses the spec, compiling it exceeds time, memory or stack."""
+    """Each spec is refused by a limit. Without the limit, compiling the spec would take too much
+    time, memory or stack."""
     spec, bound, _ = HOSTILE[name]
     monkeypatch.setattr(bounds, "SOURCE_LENGTH", bounds.SOURCE_LENGTH._replace(limit=10**9))
     monkeypatch.setattr(bounds, "MAX_MULTIPLE_OF", 10**9)
@@ -254,12 +256,13 @@ def test_strict_tool_schema_constrains_calls_under_auto_tool_choice(
         assert spec is not None
         assert '"enum":["Paris","Rome"]' in (spec.grammar or "")
         (choice,) = (await ask(server, tools=[with_strict(True)], temperature=0))["choices"]
-        assert choice["message"]["content"]  # the model has generated this text, not the script
+        # the model generated this text; it is not a scripted answer
+        assert choice["message"]["content"]
 
     serve(scenario, scripted, **HERMES)
 
 
-def test_answer_with_tools_and_response_format_is_calls_or_valid_json(
+def test_request_with_tools_and_response_format_returns_tool_calls_or_valid_json(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:
@@ -299,7 +302,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
     serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
-def test_finding_the_schema_that_fails_takes_at_most_the_trial_timeout(
+def test_finding_which_schema_of_a_request_fails_is_limited_in_time(
     serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[str] = []

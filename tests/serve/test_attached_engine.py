@@ -46,7 +46,7 @@ print(engine.generate("Count from 3 to 7", greedy)[0].outputs[0].text)
 
 @pytest.fixture
 def served(compilation_cache: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield the process of `SCRIPT`, and the address at which it serves."""
+    """Run `SCRIPT` in a process. Yield the process, and the address of its HTTP server."""
     command = [sys.executable, "-c", SCRIPT, str(compilation_cache)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe)
@@ -106,14 +106,14 @@ def test_engine_without_a_tokenizer_is_not_served():
         ({"max_body_bytes": 9, "max_total_body_bytes": 8}, ValueError, "raise it to at least"),
     ],
 )
-def test_wrong_option_of_the_server_is_named(
+def test_error_names_the_wrong_option_of_serve(
     options: dict[str, Any], error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
         make_serve_config(options)
 
 
-def test_options_of_the_server_and_of_its_limits_have_one_namespace():
+def test_serve_takes_options_of_the_server_and_of_its_limits():
     config = make_serve_config({"port": 9000, "max_connections": 7})
     assert (config.port, config.limits.max_connections) == (9000, 7)
 

@@ -1,4 +1,5 @@
-"""Send malformed, contradictory, hostile and huge schemas and tools to all three chat APIs."""
+"""Send malformed, contradictory, hostile and huge schemas and tools to all three chat APIs: Chat
+Completions, Responses and Messages."""
 
 import re
 import socket
@@ -30,8 +31,8 @@ def field(own: Any) -> Fields:
     return obj("a", own)
 
 
-# Pairs of a schema and words of its error. All are schemas of objects, because the parameters of a
-# tool must be an object.
+# Pairs of an invalid schema and words that its error message must contain. All schemas have the
+# type "object", because the parameters of a tool must be an object.
 NOTHING = ("cannot be enforced", "matches no finite value")
 BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
@@ -107,8 +108,9 @@ def messages_tools(tools: list[Fields], choice: str) -> Fields:
 
 SHORT = "{{ tools | length if tools else '' }}{{ messages[0].content }}"
 USER = {"role": "user", "content": "a"}
-# By path: other fields of a request, a function that builds the field with a schema for the answer,
-# a function that builds the fields of tools, and the path of the schema in each of these two.
+# Maps the URL path of an API to a tuple: the request fields without schemas; a function that builds
+# the field with the answer's schema; a function that builds the fields with tools; the JSON path of
+# the answer's schema; the JSON path of a tool's schema.
 APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
     "/v1/chat/completions": (
         {"messages": [USER], "max_tokens": 2},

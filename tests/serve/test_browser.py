@@ -40,7 +40,8 @@ def server(browser: Any, real_server: ServerProcess) -> str:
 
 @pytest.fixture
 def pages(browser: Any, server: str) -> Iterator[Pages]:
-    """Return a function that opens the dashboard. At the end, fail if the page logged a problem."""
+    """Return a function that opens the dashboard in a browser page. After the test, fail if a page
+    logged an error."""
     contexts, problems = [], []
 
     def note(message: Any) -> None:
@@ -85,8 +86,8 @@ def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float
 def show_first_used_step(page: Any) -> None:
     """Advance a paused page to the first step in which a request holds blocks.
 
-    Pool diffs use a separate connection, so they may arrive after the answers. Diffs of a waiting
-    request show no blocks.
+    The page receives pool diffs over a separate connection, so they may arrive after the answers.
+    While a request waits, it has no blocks.
     """
     while not any(count > 0 for count in counts(page)):
         until(page, "jpaged.player.waiting.length > 0")
@@ -146,7 +147,7 @@ def test_page_shows_a_request_from_its_first_block_until_its_blocks_are_free(pag
     assert page.evaluate("jpaged.player.waiting.length") == 0
 
 
-def test_page_shows_samples_sharing_prompt_blocks_and_copying_the_last(pages: Pages):
+def test_page_shows_that_samples_share_prompt_blocks_and_copy_the_last_one(pages: Pages):
     page = open_live(pages, pace="0")
     before = page.evaluate("jpaged.state.stats.num_block_copies")
     send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
@@ -192,7 +193,7 @@ def test_page_sends_several_prompts_as_one_request(pages: Pages):
     until(page, f"new Set({colours}.filter(Boolean)).size == 8")
 
 
-def test_step_summary_counts_block_events(pages: Pages):
+def test_step_summary_on_the_page_counts_block_events(pages: Pages):
     page = open_live(pages, pace="0")
     assert page.inner_text("#happened").startswith("No step yet")
     send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
@@ -208,12 +209,12 @@ def test_step_summary_counts_block_events(pages: Pages):
     assert count("taken") >= 2
     assert count("given back") == count("taken") + count("copied") + count("found in the cache")
     assert count("shared") >= 1
-    page.emulate_media(color_scheme="dark")  # this repaints the page without a new step
+    page.emulate_media(color_scheme="dark")  # this makes the page draw again without a new step
     page.wait_for_timeout(400)
     assert page.inner_text("#happened") == told[-1]
 
 
-def test_charts_match_the_displayed_step(pages: Pages):
+def test_dashboard_charts_match_the_displayed_step(pages: Pages):
     page = open_live(pages, pace="0")
     until(page, "jpaged.charts.before")
     tokens = "jpaged.charts.before.stats.num_generated_tokens"
@@ -286,7 +287,7 @@ def test_page_shows_the_stream_error_and_reconnects(pages: Pages):
     page.wait_for_selector("#line.live")
 
 
-def test_event_reader_times_out_on_a_silent_stream(pages: Pages):
+def test_dashboard_event_reader_times_out_on_a_silent_stream(pages: Pages):
     page = open_live(pages)
     assert page.evaluate(SILENT) == ["ping", "nothing arrived for 0 seconds"]
 
@@ -308,7 +309,7 @@ SILENT = """async () => {
 }"""
 
 
-def test_event_reader_splits_events_only_at_newlines(pages: Pages):
+def test_dashboard_event_reader_splits_events_only_at_newlines(pages: Pages):
     """JSON leaves U+2028, U+2029 and U+0085 unescaped, and JavaScript treats some as line ends."""
     page = open_live(pages)
     assert page.evaluate(LINE_ENDS) == [["frames", "a\u2028b"], ["message", "\u2029\u0085\n"]]
@@ -527,7 +528,7 @@ def test_page_draws_a_hundred_thousand_blocks_quickly(pages: Pages, record_prope
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 
 
-def test_page_pool_matches_the_engine_pool_at_each_step(
+def test_blocks_on_the_page_equal_the_engines_blocks_at_each_step(
     pages: Pages, engines: Callable[..., Engine]
 ):
     """Cover samples, beams, an abort and swapping in a pool that is too small for the requests."""
@@ -566,7 +567,7 @@ def test_page_pool_matches_the_engine_pool_at_each_step(
         used = [i for i, info in infos.items() if info.ref_cnt]
         assert shown["numUsed"] == len(used)
         assert shown["numWasted"] == sum(16 - infos[i].num_filled_slots for i in used)
-        for block in used:  # the block has the colour of a request that holds it
+        for block in used:  # the page shows the block in the colour of a request that holds it
             assert shown["owners"][block] in infos[block].request_ids
 
 

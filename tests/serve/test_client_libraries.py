@@ -1,7 +1,8 @@
 """Run the examples of docs/clients.md and the programs in `clients/` with unmodified libraries.
 
 Each program runs in a separate process, so the libraries' unclosed resources and warnings do not
-fail the tests. The model was not trained on tools: grammars force the tool calls and schemas.
+fail the tests. The model was not trained to call tools, so the server enforces tool calls and
+schemas with grammars.
 """
 
 import importlib.util
@@ -100,8 +101,8 @@ def test_docs_example_and_test_program_of_each_library_run(library: str, url: st
 
 @pytest.mark.parametrize("page", ["tools.md", "apis.md"])
 def test_docs_examples_of_tools_and_apis_run(page: str, url: str, tmp_path: Path):
-    # `test_embedded_tools.py` runs the examples with the calculator, which need the embedded
-    # model's chat template.
+    # Skip the examples that import `tools_demo` (a calculator tool): they need the embedded model's
+    # chat template, and `test_embedded_tools.py` tests such calls.
     codes = [code for code in python_examples(page).values() if "tools_demo" not in code]
     assert codes
     for code in codes:

@@ -22,7 +22,8 @@ LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Engine]:
-    """Return a function that makes steps of an engine slow, so that a test can observe states."""
+    """Return a function that makes the steps of an engine slow, so that a test can observe the
+    states of sequences."""
 
     def slow_down(engine: Engine) -> Engine:
         advance = engine.advance
@@ -43,7 +44,8 @@ async def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None
         try:
             if happened():
                 return
-        except RuntimeError:  # the engine's thread changed a container during iteration
+        # the engine's thread changed a container while this thread iterated over it
+        except RuntimeError:
             pass
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.002)
@@ -216,7 +218,7 @@ def test_request_with_too_many_unread_tokens_is_aborted(
     serve(scenario)
 
 
-def test_best_of_and_beam_answers_do_not_count_as_unread(
+def test_best_of_and_beam_search_tokens_do_not_count_as_unread(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     """A client cannot read `best_of` or beam answers before they are complete."""
@@ -231,7 +233,7 @@ def test_best_of_and_beam_answers_do_not_count_as_unread(
     serve(scenario)
 
 
-def test_aborted_unread_stream_keeps_each_answers_finish_reason(
+def test_aborting_an_unread_stream_keeps_the_finish_reason_of_each_answer(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """The unread deltas of a stopped answer and an aborted answer are merged into one update."""
@@ -251,9 +253,11 @@ def test_aborted_unread_stream_keeps_each_answers_finish_reason(
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
-        await wait_until(lambda: 1 in sizes)  # wait for an update with deltas of one answer only
+        # wait for an update that contains deltas of only one of the two answers
+        await wait_until(lambda: 1 in sizes)
         (run,) = set(server.serving.engine.runs.values())
-        # From now on, merge unread updates, here with the update of the abort.
+        # From now on, unread updates are merged. The update for the abort is merged with an earlier
+        # update.
         monkeypatch.setattr(run, "max_separate_updates", 0)
         run.abort()
         reader.reading.set()

@@ -89,7 +89,7 @@ def test_stream_options_control_usage_chunks(serve: Run):
     serve(scenario)
 
 
-def test_sample_i_equals_a_request_with_seed_plus_i(serve: Run):
+def test_choice_i_equals_a_single_request_with_seed_plus_i(serve: Run):
     fields = {"prompt": "Hello", "max_tokens": 12, "temperature": 1.5, "ignore_eos": True}
 
     async def scenario(server: Server) -> None:
@@ -109,7 +109,7 @@ def test_sample_i_equals_a_request_with_seed_plus_i(serve: Run):
     serve(scenario)
 
 
-def test_beams_are_returned_best_first_also_in_a_stream(serve: Run, engine: Any):
+def test_beam_search_answers_are_returned_best_first_also_in_a_stream(serve: Run, engine: Any):
     found = engine.beam_search(QUESTION, beam_width=3, max_tokens=20)[0]
     expected = [answer.text for answer in found.outputs]
 
@@ -194,7 +194,7 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     serve(scenario)
 
 
-def test_logprobs_have_kept_mass_and_depend_on_logprobs_mode(
+def test_logprobs_depend_on_the_logprobs_mode_and_include_the_kept_mass(
     serve: Run, engines: Callable[..., Engine]
 ):
     fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}
@@ -226,7 +226,7 @@ def test_logprobs_have_kept_mass_and_depend_on_logprobs_mode(
 
 
 @pytest.mark.full
-def test_infinite_logits_are_clamped_and_best_of_with_logits_is_refused(
+def test_infinite_logits_are_sent_clamped_and_best_of_with_logits_is_refused(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:
@@ -286,7 +286,7 @@ def test_text_offset_of_the_answer_starts_at_the_prompt_length(
     serve(scenario)
 
 
-def test_abort_during_prompt_scoring_returns_the_abort_reason(
+def test_abort_while_prompt_logprobs_are_computed_returns_finish_reason_abort(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 2)
@@ -308,7 +308,7 @@ def test_abort_during_prompt_scoring_returns_the_abort_reason(
     serve(scenario)
 
 
-def test_answers_encoded_in_a_thread_equal_inline_answers(
+def test_answers_encoded_in_a_thread_equal_answers_encoded_in_the_event_loop(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     prompt = "".join(f"{i}, " for i in range(50))
@@ -318,7 +318,8 @@ def test_answers_encoded_in_a_thread_equal_inline_answers(
         made = []
         for bound, part in ((generation.MAX_INLINE_LOGPROBS, 7), (10**9, 10**9)):
             monkeypatch.setattr(generation, "MAX_INLINE_LOGPROBS", bound)
-            monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", part)  # prompt tokens per delta
+            # number of prompt logprobs per delta
+            monkeypatch.setattr(worker, "LOGPROBS_CHUNK_SIZE", part)
             whole = await server.complete(**asked, prompt_logprobs=2, return_token_ids=True)
             chunks = await stream(server, **asked, return_token_ids=True)
             assert len(whole["choices"][0]["logprobs"]["tokens"]) > 150

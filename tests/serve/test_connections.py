@@ -118,12 +118,14 @@ def test_surplus_connections_get_503_except_for_health_routes():
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after" in answer
             assert b'"type":"server_error"' in answer
-            for path in UNAUTHENTICATED_PATHS:  # the server answers, then closes the connection
+            # the server answers this surplus connection, then closes it
+            for path in UNAUTHENTICATED_PATHS:
                 answer = await answer_to(
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # the server answers on connections within the limit
+            # the server answers requests on connections within the limit
+            for reader, writer in early:
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -142,7 +144,7 @@ def test_idle_surplus_connections_make_room_for_requests(said: bytes):
             for _ in range(3):
                 answer = await answer_to(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
                 assert answer.endswith(b"yes")
-            for reader, _ in silent[1:-2]:  # the server has closed these connections
+            for reader, _ in silent[1:-2]:  # the server has closed these idle connections
                 assert await is_closed_by_server(reader)
             reader, writer = silent[0]  # within max_connections
             writer.write(REQUEST.removeprefix(said) + b"Connection: close\r\n\r\n")
@@ -213,7 +215,8 @@ def test_new_connections_wait_while_file_descriptors_run_out(
             await serving.wait_closed()
 
     asyncio.run(scenario())
-    assert 1 <= len(attempts) <= 3  # asyncio tries to accept at most once per second
+    # without file descriptors, asyncio tries to accept a connection only once per second
+    assert 1 <= len(attempts) <= 3
     assert "Traceback" not in caplog.text
     assert capsys.readouterr().err.count("Too many open files") == 1
 
@@ -239,7 +242,7 @@ def test_other_event_loop_exceptions_are_logged(caplog: pytest.LogCaptureFixture
     assert "it broke" in caplog.text
 
 
-def test_keep_alive_answers_are_not_delayed_by_acknowledgements():
+def test_answers_on_a_keep_alive_connection_do_not_wait_for_tcp_acknowledgements():
     async def seconds() -> list[float]:
         async with server() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -256,7 +259,7 @@ def test_keep_alive_answers_are_not_delayed_by_acknowledgements():
 
 
 def is_quick(times: list[float]) -> bool:
-    """Return whether no answer waited for a TCP acknowledgement.
+    """Return whether the server sent its answers without waiting for a TCP acknowledgement.
 
     Waiting for an acknowledgement adds 40 ms to each answer after the first few. Otherwise an
     answer takes 0.5 ms. Only the fifth fastest answer is checked, because a busy machine pauses.
@@ -335,7 +338,7 @@ def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.Mon
     [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
     ids=["a body", "headers and a body"],
 )
-def test_slow_request_is_closed_at_the_header_or_body_timeout(
+def test_connection_of_a_slow_request_is_closed_at_the_header_or_body_timeout(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
 ):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.4)
@@ -449,7 +452,8 @@ END = REQUEST + b"Connection: close\r\n\r\n"
 def test_invalid_http_gets_an_error_in_openai_format(asked: bytes, status: int, words: str):
     async def scenario() -> None:
         async with server(echo) as port:
-            # Send the request alone, and in one write after another request.
+            # Send the invalid request alone. Then send it in the same write as a valid request that
+            # precedes it.
             for before in (b"", REQUEST + b"\r\n"):
                 answer = await answer_to(port, before + asked)
                 if before:

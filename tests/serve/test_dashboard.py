@@ -21,7 +21,8 @@ STATIC = files("jpaged.serve.dashboard").joinpath("static")
 
 
 def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Response:
-    """Return the response of an application whose engine has not started."""
+    """Send a GET request to an application whose engine has not started, and return the
+    response."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(ServerState(ServeConfig(**config))))
@@ -73,7 +74,7 @@ def test_disabled_dashboard_returns_404():
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_every_static_file_is_served():
+def test_every_static_file_of_the_dashboard_is_served():
     served = {path.removeprefix("/picture/") for path in PAGE_PATHS - {"/"}} | {"index.html"}
     assert served == {file.name for file in STATIC.iterdir()}
 
@@ -87,7 +88,7 @@ def test_editor_backup_files_are_not_served(tmp_path: Path, monkeypatch: pytest.
     assert served == {"/", "/picture/main.js"}
 
 
-def test_static_files_need_nothing_that_the_security_policy_forbids():
+def test_dashboard_files_use_nothing_that_the_content_security_policy_forbids():
     for file in STATIC.iterdir():
         text = file.read_text(encoding="utf-8")
         assert "innerHTML" not in text

@@ -40,7 +40,8 @@ async def ask(server: Server, messages: list[Any], **fields: Any) -> dict[str, A
 
 
 async def round_trip(server: Server, question: str, **fields: Any) -> tuple[str, str]:
-    """Run one tool call. Return the expression for the calculator, and the model's final answer."""
+    """Ask a question that needs the calculator, and send the result of the model's tool call.
+    Return the expression in the tool call, and the model's final answer."""
     messages: list[Any] = [{"role": "user", "content": question}]
     choice = await ask(server, messages, tools=[CALCULATOR], **fields)
     message = choice["message"]
@@ -117,7 +118,7 @@ def test_openai_client_streams_a_tool_call_round_trip(talk: Run):
         ]
         function = CALCULATOR["function"]
         parameters = {**function["parameters"], "additionalProperties": False}
-        # The client parses arguments of strict tools only.
+        # OpenAI's client parses only the arguments of strict tools.
         strict = {**function, "strict": True, "parameters": parameters}
         tools = [{"type": "function", "function": strict}]
         options: Any = {"model": "jpaged-tiny", "tools": tools, "temperature": 0}
@@ -152,7 +153,7 @@ def test_model_answers_without_a_call_when_no_calculator_is_needed(talk: Run):
     talk(scenario)
 
 
-def test_model_reports_the_calculators_error(talk: Run):
+def test_model_returns_the_error_message_of_the_calculator(talk: Run):
     async def scenario(server: Server) -> None:
         expression, answer = await round_trip(server, "What is 7 / 0?")
         assert expression == "7 / 0"
@@ -171,7 +172,7 @@ PERSON = {
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_model_follows_a_schema_in_the_prompt(talk: Run, is_held: bool):
-    """Check the answer with and without a grammar that enforces the schema."""
+    """The test compares the answers with and without a grammar that enforces the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": PERSON}}
     fields = {"response_format": form} if is_held else {}
 

@@ -118,7 +118,7 @@ def longest_call(work: Callable[[], object]) -> float:
     return longest
 
 
-def test_each_json_value_has_its_expected_weight():
+def test_each_kind_of_json_value_counts_its_weight_toward_the_limit():
     for content, weight in (
         (b"1", 1),
         (b'"a"', 4),
@@ -152,7 +152,7 @@ def test_encode_large_json_matches_msgspec(value: Any):
     assert encode_large_json(value) == msgspec.json.encode(value)
 
 
-def test_encode_large_json_matches_msgspec_for_many_pieces():
+def test_encoding_large_json_in_many_pieces_matches_msgspec():
     text = 'a"\n\u4e2d\\' * 100_000
     entry = {"token": "a", "top_logprobs": [{"token": text[:9], "logprob": -0.5}]}
     value = {

@@ -30,7 +30,8 @@ SLOW_START = STUB | {START_SECONDS: "60"}
 
 
 def ask_in_thread(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Send a request in a thread, which adds the response or the error to the returned list."""
+    """Send a request in a thread. Return a list to which the thread adds the response or the
+    error."""
     found: list[Any] = []
 
     def ask() -> None:
@@ -178,7 +179,7 @@ def test_engine_hung_during_startup_stops_the_server(tmp_path: Path):
         server.end()
 
 
-def test_tokenizing_process_hung_during_startup_stops_the_server(
+def test_tokenizer_process_hung_during_startup_stops_the_server(
     tmp_path: Path, compilation_cache: Path
 ):
     code = """import sys, time
@@ -188,7 +189,7 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
     stub = (Path(__file__).parent / "stub" / "sitecustomize.py").read_text(encoding="utf-8")
     (tmp_path / "sitecustomize.py").write_text(code + stub, encoding="utf-8")
     around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), STUB["PYTHONPATH"]])}
-    limit = ("--start-timeout", "4")  # the test passes too if the engine starts later
+    limit = ("--start-timeout", "4")  # the test also passes if the engine starts after this line
     server = ServerProcess(compilation_cache, *limit, wait=False, environment=around)
     try:
         assert server.wait(60) == 1
@@ -200,7 +201,8 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
 def test_hung_engine_step_stops_the_server(tmp_path: Path, compilation_cache: Path, library: str):
-    """The step hangs in a C library, which holds or has released the interpreter lock."""
+    """In one case the step hangs in C code that holds the interpreter lock, in the other in C code
+    that has released it."""
     flag = tmp_path / "blocked"
     around = STUB | {BLOCKED_WHILE: str(flag), BLOCKED_IN: library}
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
@@ -244,7 +246,7 @@ def test_resumed_server_does_not_report_its_engine_as_hung(
         server.end()
 
 
-def test_serving_app_answers_over_asgi_without_a_socket(compilation_cache: Path):
+def test_asgi_app_answers_without_a_socket(compilation_cache: Path):
     flags = read_flags([*ARGUMENTS, "--compilation-cache-dir", str(compilation_cache)])
 
     async def use() -> None:
@@ -264,7 +266,9 @@ def test_serving_app_answers_over_asgi_without_a_socket(compilation_cache: Path)
     assert not engines_of(os.getpid())
 
 
-def test_serving_app_kills_a_hung_engine(compilation_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_asgi_app_kills_a_hung_engine_process(
+    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     flags = ["--compilation-cache-dir", str(compilation_cache), "--hang-timeout", "1"]
 
@@ -279,7 +283,7 @@ def test_serving_app_kills_a_hung_engine(compilation_cache: Path, monkeypatch: p
     assert not engines_of(os.getpid())
 
 
-def test_serving_app_raises_after_the_start_timeout(
+def test_asgi_app_raises_if_the_engine_exceeds_the_start_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     flags = ["--compilation-cache-dir", str(tmp_path), "--start-timeout", "0.5"]
@@ -295,7 +299,7 @@ def test_serving_app_raises_after_the_start_timeout(
     assert not caplog.text  # asyncio logs exceptions that are never retrieved
 
 
-def test_serving_app_raises_for_a_folder_without_a_model(compilation_cache: Path, tmp_path: Path):
+def test_asgi_app_raises_for_a_folder_without_a_model(compilation_cache: Path, tmp_path: Path):
     async def use() -> None:
         async with serving_app(read_flags(["--model", str(tmp_path)])):
             pass
@@ -316,14 +320,18 @@ def test_starting_engine_exits_when_its_server_is_killed(tmp_path: Path):
         time.sleep(0.05)
 
 
-def test_unloadable_model_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
+def test_server_exits_with_an_error_if_the_model_cannot_be_loaded(
+    compilation_cache: Path, tmp_path: Path
+):
     server = ServerProcess(compilation_cache, "--model", str(tmp_path), wait=False)
     assert server.wait(60) == 1
     assert "error:" in server.log
     assert "Traceback" not in server.log
 
 
-def test_invalid_chat_template_exits_with_an_error(compilation_cache: Path, tmp_path: Path):
+def test_server_exits_with_an_error_if_the_chat_template_is_invalid(
+    compilation_cache: Path, tmp_path: Path
+):
     template = tmp_path / "broken.jinja"
     template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
     server = ServerProcess(
@@ -364,7 +372,7 @@ def test_start_error_says_what_to_do(
     assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
 
 
-# The process signals itself, so that the signal arrives at a known line.
+# The server process sends the signal to itself, so that the signal arrives at a known line.
 BEFORE_IT_LISTENS = """
 from jpaged.serve import __main__, options
 options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
@@ -404,13 +412,15 @@ def test_engine_exits_when_its_server_died_before_it_started():
     assert engine.returncode == 1
 
 
-def test_unresolvable_host_is_an_error(capsys: pytest.CaptureFixture[str]):
+def test_server_exits_with_an_error_if_its_host_name_cannot_be_resolved(
+    capsys: pytest.CaptureFixture[str],
+):
     for host in ("a" * 64 + ".b", "no.such.host.invalid"):
         assert run_server(read_flags(["--host", host])) == 1
         assert f"cannot listen at {host}:8000" in capsys.readouterr().err
 
 
-def test_port_in_use_is_an_error(compilation_cache: Path):
+def test_server_exits_with_an_error_if_its_port_is_in_use(compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         server = ServerProcess(compilation_cache, "--port", port, wait=False, environment=STUB)

@@ -18,7 +18,8 @@ PATH = "/v1/completions"
 
 
 def question(number: int) -> tuple[dict[str, Any], str]:
-    """Return a streaming request that counts from `1 + number % 90`, and its known answer."""
+    """Return a streaming request that asks the model to count from `1 + number % 90`, and the
+    expected answer."""
     first = 1 + number % 90
     answer = "\n" + ", ".join(map(str, range(first, first + 6)))
     asked = {"prompt": f"Count from {first} to {first + 5}", "max_tokens": 40, "temperature": 0}
@@ -26,7 +27,8 @@ def question(number: int) -> tuple[dict[str, Any], str]:
 
 
 def read_stream(body: bytes) -> tuple[str, int, list[str]]:
-    """Return the text, the number of completion tokens and the distinct ids of a whole stream."""
+    """Read a whole stream. Return its text, its number of completion tokens, and the set of ids in
+    its events."""
     *events, done, rest = body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]

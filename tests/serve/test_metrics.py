@@ -16,12 +16,13 @@ LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": Tru
 
 
 async def fetch_metrics(server: Server) -> dict[str, float]:
-    """Return the values in `/metrics` by name; see `samples_of`."""
+    """Fetch `/metrics`, and return the result of `samples_of`."""
     return samples_of((await server.http.get("/metrics")).text)
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Return the values in Prometheus text by metric name, plus reason or bucket bound if any."""
+    """Return the values in a Prometheus text. Each key is a metric name, followed by the value of
+    its label `reason` or `le`, if it has one."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -87,7 +88,8 @@ STEPS = "vllm:iteration_tokens_total"
 
 
 def test_step_metrics_count_the_tokens_of_each_step(serve: Run, engine: Engine):
-    """A prompt of 100 tokens runs in chunks of 64 and 36 tokens. Then come 3 sampled tokens."""
+    """A prompt of 100 tokens runs in chunks of 64 and 36 tokens. The model then generates 3
+    tokens."""
     engine.reset_prefix_cache()
 
     def now(server: Server) -> dict[str, float]:
@@ -123,7 +125,7 @@ def test_metrics_report_the_kv_cache_dtype(serve: Run, engines: Callable[..., En
     serve(scenario, engines(kv_cache_dtype="fp8"))
 
 
-def test_waiting_requests_are_counted_by_reason():
+def test_metrics_count_waiting_requests_by_reason():
     metrics = Metrics("jpaged-tiny", max_model_len=64, block_size=16, num_blocks=9)
     text = metrics.text(EngineStats(16, 8, 8, 0, num_waiting=3)).decode()
     found, name = samples_of(text), "vllm:num_requests_waiting_by_reason"
@@ -131,7 +133,7 @@ def test_waiting_requests_are_counted_by_reason():
     assert found[f"{name} deferred"] == 0
 
 
-def test_disconnected_request_is_counted_as_aborted(serve: Run):
+def test_request_of_a_disconnected_client_is_counted_as_aborted(serve: Run):
     async def scenario(server: Server) -> None:
         leaving = RawRequest(server.app, "/v1/completions", {**LONG, "stream": True})
         await leaving.read_some()

@@ -1,4 +1,5 @@
-"""Test the dashboard stream: pool diffs, the sampler, and the broadcast to viewers."""
+"""Test the dashboard stream: pool diffs, `PoolSampler`, which records a pool diff after a step, and
+the broadcast to viewers."""
 
 import asyncio
 import json
@@ -34,7 +35,7 @@ def table(seq_id: int, computed: int, kept: int, *new: int) -> TableChange:
     return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, 0)
 
 
-def test_pool_diffs_survive_encoding_and_decoding():
+def test_pool_diffs_are_equal_after_encoding_and_decoding():
     changes = PoolChanges(
         ChangedBlocks([1, 2], [2, -1], [77, 2**32 - 1]),
         [table(5, 6, 0, 1, 2)],
@@ -67,7 +68,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     assert len(msgspec.json.encode(one)) < 4_000
 
 
-# The sampler
+# Recording pool diffs: `PoolSampler`
 
 
 class Clock:
@@ -95,7 +96,8 @@ def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
 
 
 def fetch_replica(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
-    """Fetch for the first time, and return a replica of the pool made from the snapshot."""
+    """Fetch from `PoolSampler` for the first time. Return a replica of the block pool, made from
+    the snapshot."""
     replica, told = PoolReplica(), sampler.fetch(tokens=tokens)
     assert told.diffs == []
     assert told.snapshot is not None
@@ -103,7 +105,7 @@ def fetch_replica(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
     return replica
 
 
-def test_sampler_records_a_diff_for_every_step(engine: Engine):
+def test_dashboard_records_a_pool_diff_for_every_step(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica = fetch_replica(sampler, tokens=True)
     run(engine, sampler, max_tokens=24, ignore_eos=True)
@@ -120,7 +122,8 @@ def test_sampler_records_a_diff_for_every_step(engine: Engine):
 
 
 def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
-    """A new viewer starts from the snapshot, and an earlier viewer applies the diffs before it."""
+    """A new viewer starts with the snapshot. An earlier viewer ignores the snapshot and applies the
+    diffs."""
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     early = fetch_replica(sampler, tokens=True)
     engine.add_request("Tell it to viewers who come late", SamplingParams(max_tokens=40))
@@ -142,18 +145,19 @@ def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
         assert {i: replica.counts.get(i, 0) for i in infos} == counts
 
 
-def test_snapshots_take_at_most_a_fixed_fraction_of_the_time(engine: Engine):
+def test_dashboard_snapshots_take_at_most_a_fixed_fraction_of_the_time(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.002))
     given = []
     for _ in range(101):
         given.append(sampler.fetch(snapshot=True).snapshot is not None)
         clock.now += 0.01
-    assert 9 <= sum(given) <= 11  # a snapshot takes 2 ms, so one per 100 ms is allowed
+    # a snapshot takes 2 ms, and 2 % of the time is allowed: one snapshot per 100 ms
+    assert 9 <= sum(given) <= 11
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
-def test_sampler_reports_every_block_copy(engine: Engine, kind: dict):
+def test_dashboard_pool_diffs_contain_every_block_copy(engine: Engine, kind: dict):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica, before = fetch_replica(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
@@ -165,7 +169,7 @@ def test_sampler_reports_every_block_copy(engine: Engine, kind: dict):
     assert num_copies == engine.stats().num_block_copies - before >= 2
 
 
-def test_pool_diff_contains_at_most_max_tokens_per_diff(
+def test_each_pool_diff_contains_at_most_64_tokens_if_that_is_the_limit(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 64)
@@ -176,11 +180,11 @@ def test_pool_diff_contains_at_most_max_tokens_per_diff(
     for _ in range(100):
         replayed(sampler.fetch(), replica)
         told.append(len(replica.tokens))
-    assert told[0] == max(np.diff(told)) == 4  # blocks of 16
+    assert told[0] == max(np.diff(told)) == 4  # 4 blocks of 16 tokens are 64 tokens
     assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
-def test_sampler_sends_no_tokens_unless_requested(engine: Engine):
+def test_pool_diffs_contain_no_tokens_unless_requested(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica = fetch_replica(sampler)
     run(engine, sampler, max_tokens=4)
@@ -189,33 +193,36 @@ def test_sampler_sends_no_tokens_unless_requested(engine: Engine):
 
 
 class SlowWorkClock(Clock):
-    """A clock that says that every sample takes `seconds`."""
+    """A clock that makes every recorded pool diff appear to take `seconds`."""
 
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
 
-    def __call__(self) -> float:  # the sampler calls this before and after a sample
+    # `PoolSampler` reads the clock before and after it records a pool diff
+    def __call__(self) -> float:
         self.now += self.seconds
         return self.now
 
 
-def test_sampler_skips_steps_when_samples_are_slow(engine: Engine):
+def test_dashboard_skips_steps_when_recording_pool_diffs_is_slow(engine: Engine):
     clock = Clock()
-    clock.now = 1000.0  # time before the sampler started adds no budget
+    clock.now = 1000.0  # the time before the start of `PoolSampler` adds nothing to its time budget
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(1.0))
     sampler.fetch()
     run(engine, sampler, prompt="A prompt that fills a whole block", max_tokens=8)
-    # The sampler samples no further step before the next fetch.
+    # One pool diff has used up the time budget, so no other step is recorded before the next fetch.
     assert len(sampler.fetch().diffs) == 1
 
 
-def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine):
-    """A sample takes a tenth of a step's time, five times the fraction that the sampler may use."""
+def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engine):
+    """Recording a pool diff takes a tenth of a step's time. This is five times the fraction of the
+    time that `PoolSampler` may use."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
-    clock.now = 2.0  # this time saves the maximum budget, which suffices for 20 samples
+    # after 2 idle seconds, the time budget is at its maximum, which is enough for 20 pool diffs
+    clock.now = 2.0
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
@@ -226,8 +233,9 @@ def test_idle_time_lets_the_sampler_record_the_next_twenty_steps(engine: Engine)
     assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
 
-def test_frequent_fetches_leave_budget_for_samples(engine: Engine):
-    """A fetch always takes a sample. Here, fetches take ten times the time that samples may use."""
+def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
+    """Each fetch also records a pool diff. Here, fetches take ten times as long as the time budget
+    allows for pool diffs."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -239,7 +247,7 @@ def test_frequent_fetches_leave_budget_for_samples(engine: Engine):
     assert len(sampler.fetch().diffs) > 1
 
 
-def test_unfetched_diffs_are_merged(engine: Engine):
+def test_pool_diffs_that_no_viewer_fetches_are_merged(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     sampler.fetch()
     for _ in range(4):
@@ -247,7 +255,7 @@ def test_unfetched_diffs_are_merged(engine: Engine):
     assert len(sampler.fetch().diffs) == MAX_DIFFS + 1
 
 
-def test_failed_sampler_stops_while_the_engine_continues(
+def test_engine_continues_after_recording_a_pool_diff_fails(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
@@ -263,7 +271,7 @@ def test_failed_sampler_stops_while_the_engine_continues(
     assert anew.snapshot is not None
 
 
-def test_sampler_restarts_with_a_snapshot_after_a_fetch_timeout(engine: Engine):
+def test_dashboard_starts_again_with_a_snapshot_after_a_fetch_timeout(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=clock)
     first = sampler.fetch()
@@ -276,7 +284,7 @@ def test_sampler_restarts_with_a_snapshot_after_a_fetch_timeout(engine: Engine):
     sampler.stop()
 
 
-# The broadcast
+# The broadcast of pool diffs to viewers
 
 
 def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
@@ -285,10 +293,10 @@ def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs
 
 
 class Source:
-    """A fake sampler, whose `fetch` returns the given `PoolDiffs` one after another.
+    """Replace `PoolSampler`: `fetch` returns the given `PoolDiffs` one after another.
 
     When none is left, `fetch` returns a `PoolDiffs` without diffs, or raises an error if `fails` is
-    set. A snapshot contains all diffs since the epoch began.
+    set. A snapshot combines all diffs since the epoch began.
     """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):
@@ -378,7 +386,7 @@ def test_viewer_streams_fail_when_the_engine_fails():
     asyncio.run(watch())
 
 
-def test_viewer_streams_fail_when_the_sampler_fails():
+def test_viewer_streams_fail_when_recording_pool_diffs_fails():
     async def watch() -> None:
         bad = PoolDiffs(1, [], EngineStats(16, 8, 8, 0), failed=True)
         hub = broadcast_of(Source(diffs_of(BLOCK), bad, diffs_of(epoch=2)))
@@ -392,7 +400,7 @@ def test_viewer_streams_fail_when_the_sampler_fails():
     asyncio.run(watch())
 
 
-def test_broadcast_fetches_nothing_without_viewers():
+def test_no_pool_diffs_are_fetched_without_dashboard_viewers():
     async def watch() -> None:
         source = Source(diffs_of(BLOCK), diffs_of())
         hub = broadcast_of(source)
@@ -446,7 +454,7 @@ def test_long_block_text_causes_no_further_snapshots(
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
-    assert engine.stats().num_cached_blocks > 100  # the text of these blocks does not fit two diffs
+    assert engine.stats().num_cached_blocks > 100  # two diffs cannot hold the text of these blocks
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
@@ -482,7 +490,7 @@ def test_long_block_text_causes_no_further_snapshots(
     assert sum(given) == 2  # one snapshot per viewer
 
 
-def test_new_epoch_of_the_sampler_starts_with_a_snapshot():
+def test_viewers_get_a_snapshot_when_recording_starts_again():
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(FREED, epoch=2), diffs_of(epoch=2)))
         async with aclosing(hub.stream_events()) as events:
@@ -492,8 +500,9 @@ def test_new_epoch_of_the_sampler_starts_with_a_snapshot():
     asyncio.run(watch())
 
 
-def test_viewers_get_a_snapshot_for_a_new_epoch_of_an_empty_pool():
-    """The new epoch has no used block and the same statistics, but viewers must learn of it."""
+def test_viewers_get_a_snapshot_when_recording_starts_again_with_an_empty_pool():
+    """The new epoch has no used block and the same statistics as before, but viewers must still get
+    its snapshot."""
 
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(), PoolDiffs(2, [], diffs_of().stats)))
@@ -572,7 +581,7 @@ def test_text_of_a_snapshot_is_sent_to_all_viewers():
     asyncio.run(watch())
 
 
-def test_viewers_above_the_maximum_are_rejected():
+def test_dashboard_viewers_above_the_maximum_are_rejected():
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of()))
         async with AsyncExitStack() as stack:
@@ -584,7 +593,7 @@ def test_viewers_above_the_maximum_are_rejected():
     asyncio.run(watch())
 
 
-def test_idle_stream_sends_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
+def test_idle_dashboard_stream_sends_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(broadcast, "HEARTBEAT_S", 0.01)
 
     async def watch() -> None:

@@ -21,7 +21,7 @@ from jpaged.serve.engine.tokenizing import TokenizingWorkers
 Run = Callable[..., None]
 PATH = "/v1/completions"
 VICTIM: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0.125, "seed": 1}
-# Recognize the request that shall fail by its temperature.
+# The test makes the request with the temperature 0.125 fail.
 
 
 def is_victim(*args: Any) -> bool:
@@ -30,8 +30,8 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # Requests in the scheduler have no temperature: recognize the request by its prompt
-            # "Hello".
+            # The scheduler does not know the temperature, so the request with the prompt "Hello"
+            # fails.
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125
@@ -99,7 +99,7 @@ def test_failure_of_one_request_leaves_other_requests_running(
         assert (await server.http.get("/health")).status_code == 200
 
     serve(scenario)
-    assert "/secret/path" in capfd.readouterr().err  # the log has the cause
+    assert "/secret/path" in capfd.readouterr().err  # the log contains the cause of the failure
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_stalled_engine_loop_is_reported_unhealthy(
         asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
         await asyncio.sleep(1.6)
         assert (await server.http.get("/health")).status_code == 503
-        for path in (PATH, "/v1/chat/completions"):  # the server refuses these immediately
+        for path in (PATH, "/v1/chat/completions"):  # the server refuses these requests immediately
             refused = await server.http.post(path, content=never())
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1

@@ -88,12 +88,12 @@ def test_prefix_cache_is_not_shared_between_api_keys(serve: Run, salts: list[str
             assert await num_cached_tokens(server, headers) == 32
             assert await num_cached_tokens(server, headers, cache_salt="a") == 0
             assert await num_cached_tokens(server, headers, cache_salt="a") == 32
-        # The user name of Basic credentials does not change the key.
+        # The API key is the password of Basic credentials; the user name does not matter.
         page = {"Sec-Fetch-Site": "same-origin"}
         assert await num_cached_tokens(server, basic("anybody", "key-one") | page) == 32
         of_one = salts[0]
         assert len({*salts}) == 4
-        # Sending the salt of another key does not reach that key's cache.
+        # A request that sends the cache salt of another API key does not hit that key's cache.
         assert await num_cached_tokens(server, two, cache_salt=of_one) == 0
         assert await num_cached_tokens(server, two, cache_salt=f"{of_one}a") == 0
         known = ("key-one", sha256(b"key-one").hexdigest()[:8])
@@ -186,7 +186,7 @@ async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx
     return await server.http.post(PATH, content=pieces(), headers=headers)
 
 
-def test_total_size_of_pending_bodies_is_bounded(serve: Run):
+def test_total_size_of_pending_request_bodies_is_limited(serve: Run):
     async def scenario(server: Server) -> None:
         body = json.dumps({"prompt": "a" * 100, "max_tokens": 1}).encode()
         rest = asyncio.Event()
@@ -208,7 +208,7 @@ def test_total_size_of_pending_bodies_is_bounded(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_body_counts_toward_the_total_size_until_its_response_ends(serve: Run):
+def test_request_body_counts_toward_the_size_limit_until_its_response_ends(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await running.read_some()
@@ -238,7 +238,7 @@ def test_full_queue_gets_503(serve: Run, engine: Engine):
 
 
 @pytest.mark.usefixtures("slow")
-def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
+def test_request_that_would_have_to_wait_gets_503_if_the_queue_size_is_zero(serve: Run):
     async def scenario(server: Server) -> None:
         running = RawRequest(server.app, PATH, {**LONG, "n": 8})
         await asyncio.sleep(0.2)
@@ -247,12 +247,13 @@ def test_request_gets_503_when_the_queue_size_is_zero(serve: Run):
         await running.task
         await server.canary()
         answer = await server.http.post(PATH, json={**LONG, "prompt": ["a"] * 9})
-        assert answer.status_code == 400  # the request is too large even if no other request runs
+        # nine sequences are too many for the engine even if no other request runs
+        assert answer.status_code == 400
 
     serve(scenario, limits={"max_num_queued_reqs": 0})
 
 
-def test_finished_request_frees_the_places_of_all_its_sequences():
+def test_finished_request_frees_the_queue_places_of_all_its_sequences():
     in_flight = InFlightLimiter(Limits(max_num_queued_reqs=0), max_num_seqs=8)
     for _ in range(3):
         with (
@@ -337,7 +338,7 @@ def test_draining_server_rejects_new_requests_and_ends_running_ones(serve: Run):
     serve(scenario)
 
 
-def test_priority_is_accepted_with_the_priority_policy(serve: Run, engines: Any):
+def test_request_may_have_a_priority_with_the_priority_scheduling_policy(serve: Run, engines: Any):
     async def scenario(server: Server) -> None:
         await server.complete(prompt="a", max_tokens=1, priority=-5)
 

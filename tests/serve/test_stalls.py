@@ -244,7 +244,7 @@ class InterpreterHolds:
 
 
 async def longest_turn(work: asyncio.Task[None]) -> float:
-    """Return the CPU seconds of the longest turn of the event loop until `work` is done."""
+    """Run `work`, and return the CPU seconds of the longest iteration of the event loop."""
     longest, before = 0.0, time.thread_time()
     while not work.done():
         await asyncio.sleep(0)
@@ -284,7 +284,7 @@ def longest_hold(path: str, body: bytes) -> float:
 
 
 @pytest.mark.full
-def test_no_body_blocks_the_interpreter_or_the_event_loop():
+def test_no_request_body_blocks_the_interpreter_or_the_event_loop():
     escapes, times = text("\\n中"), []
     for _ in range(3):
         with InterpreterHolds() as holds:
@@ -312,9 +312,10 @@ class Stream:
         self._thread.start()
 
     def take(self) -> float:
-        """Return the longest gap since the last call."""
+        """Return the longest gap between two events of the stream since the last call of `take`."""
         seen = len(self._gaps)
-        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # let a gap end
+        # let a gap between two events end
+        while len(self._gaps) < seen + 3 and self._thread.is_alive():
             time.sleep(0.005)
         assert self._failure is None, self._failure
         gaps, self._gaps = self._gaps, []
@@ -407,7 +408,7 @@ WORK_ELSEWHERE = ("some allowed tokens", "biases", "a grammar", "functions", "te
     [WORK_ELSEWHERE, pytest.param(tuple(HOSTILE), marks=pytest.mark.full)],
     ids=["few", "all"],
 )
-def test_no_body_stalls_another_stream(
+def test_no_request_body_stalls_the_stream_of_another_client(
     real_server: ServerProcess, stream: Stream, names: tuple[str, ...]
 ):
     url, statuses = real_server.url, {}
@@ -425,7 +426,7 @@ def test_no_body_stalls_another_stream(
     assert {name: gap for name, (gap, allowed) in found.items() if gap > allowed} == {}
 
 
-def test_concurrent_bodies_of_many_clients_stall_no_stream(
+def test_concurrent_request_bodies_of_many_clients_stall_no_stream(
     real_server: ServerProcess, stream: Stream
 ):
     chosen = ("some lists", "tiny floats", "some names", "parts of many messages")

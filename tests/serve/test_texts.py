@@ -77,25 +77,26 @@ def test_failing_template_gets_400_and_the_server_continues(serve: Run, content:
 
 
 def test_slow_templates_do_not_delay_other_requests(serve: Run):
-    """Check other requests while slow templates run, and after their clients have disconnected."""
+    """The server answers other requests while slow templates run, and after the clients of the slow
+    templates have disconnected."""
 
     async def scenario(server: Server) -> None:
         await server.canary()
         kinds = ("heavy", "endless") * 3
         busy = [RawRequest(server.app, CHAT, chat(kind)) for kind in kinds]
-        await asyncio.sleep(1)  # after this time, two jobs run and have become long jobs
+        await asyncio.sleep(1)  # after a second, two template jobs run and count as long jobs
         longest, end = 0.0, time.monotonic() + 1
         while (before := time.monotonic()) < end:
             await asyncio.sleep(0.005)
             longest = max(longest, time.monotonic() - before)
-        assert longest < 0.5  # "heavy" would hold the GIL for longer
+        assert longest < 0.5  # in this process, the template "heavy" would hold the GIL for longer
         async with asyncio.timeout(10):
             await server.canary()
             assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
         for request in busy:
             request.leave()
         await asyncio.gather(*(request.task for request in busy))
-        async with asyncio.timeout(10):  # a long job must not wait for these jobs
+        async with asyncio.timeout(10):  # a new long job must not wait for the cancelled jobs
             answer = await server.http.post(CHAT, json=chat("fine " * MAX_SHORT_JOB_BYTES))
         assert answer.status_code == 400
         assert "too many for this model's maximum context" in answer.json()["error"]["message"]
@@ -104,14 +105,15 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
 
 
 def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
-    """Also check that requests to /tokenize count towards the limit of requests per client."""
+    """The test also checks that requests to /tokenize count towards the limit of requests per
+    client."""
 
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}
         busy = [RawRequest(server.app, "/tokenize", asked) for _ in range(3)]
         while server.serving.num_requests < 2:  # the third request exceeds the client's limit
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)  # the jobs become long jobs
+        await asyncio.sleep(0.5)  # the running jobs now count as long jobs
         assert (busy[2].status, server.serving.num_requests) == (429, 2)
         for request in busy:
             request.leave()
@@ -188,7 +190,7 @@ def test_special_tokens_in_messages_are_text_unless_allowed(serve: Run, allowed:
     serve(scenario, allow_special_tokens=allowed)
 
 
-def test_killed_tokenizing_process_is_restarted(serve: Run):
+def test_killed_tokenizer_process_is_restarted(serve: Run):
     async def scenario(server: Server) -> None:
         await server.canary()
         process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
@@ -201,8 +203,9 @@ def test_killed_tokenizing_process_is_restarted(serve: Run):
     serve(scenario)
 
 
-def test_jobs_of_a_killed_tokenizing_process_run_in_the_next_one():
-    """Kill the process while both of its forks run jobs, and check that all jobs succeed."""
+def test_jobs_of_a_killed_tokenizer_process_run_in_its_replacement():
+    """The test kills the tokenizer process while both of its forked processes run jobs, and checks
+    that all jobs succeed."""
 
     async def scenario() -> None:
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
@@ -224,8 +227,9 @@ def test_jobs_of_a_killed_tokenizing_process_run_in_the_next_one():
     asyncio.run(scenario())
 
 
-def test_job_is_retried_when_its_fork_dies_before_the_process():
-    """If a process group is killed, the forks may end before the tokenizing process ends."""
+def test_job_is_retried_when_its_forked_process_dies_before_the_tokenizer_process():
+    """If a process group is killed, the forked processes may end before the tokenizer process
+    ends."""
 
     async def scenario() -> None:
         process = TokenizingProcess(TokenizingSettings(str(TINY)))
@@ -253,7 +257,9 @@ def test_job_is_retried_when_its_fork_dies_before_the_process():
     asyncio.run(scenario())
 
 
-def test_tokenizing_continues_after_an_invalid_message_from_a_fork(monkeypatch: pytest.MonkeyPatch):
+def test_tokenizing_continues_after_a_forked_process_sends_an_invalid_message(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
 
@@ -274,8 +280,8 @@ def test_tokenizing_continues_after_an_invalid_message_from_a_fork(monkeypatch: 
     asyncio.run(scenario())
 
 
-def test_short_jobs_run_first_and_long_jobs_in_order():
-    """Also check that a job is dropped if it is cancelled."""
+def test_short_tokenize_jobs_run_first_and_long_jobs_run_in_order():
+    """The test also checks that a cancelled job is dropped."""
 
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
@@ -317,7 +323,7 @@ time.sleep(600)
 """
 
 
-def test_tokenizing_processes_end_when_the_server_is_killed():
+def test_tokenizer_processes_end_when_the_server_is_killed():
     command = [sys.executable, "-c", PARENT, str(TINY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -331,7 +337,7 @@ def test_tokenizing_processes_end_when_the_server_is_killed():
 
 
 def live_process_states(group: int) -> list[str]:
-    """Return the states of the processes in a process group, without ended processes."""
+    """Return the states of all processes of a process group that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -343,7 +349,9 @@ def live_process_states(group: int) -> list[str]:
     return found
 
 
-def test_unexpected_error_in_a_job_is_reported_as_internal(monkeypatch: pytest.MonkeyPatch):
+def test_unexpected_error_in_a_tokenize_job_is_reported_as_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def fail(*_: Any, **options: Any) -> None:
         raise KeyError("vocabulary")
 
@@ -353,7 +361,7 @@ def test_unexpected_error_in_a_job_is_reported_as_internal(monkeypatch: pytest.M
     assert worker.run_job(TokenizeJob(token_ids=[97])).text == "a"
 
 
-def test_recursion_error_of_a_spec_names_the_spec(
+def test_too_deep_structured_output_spec_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def recurse(*_: Any) -> None:
@@ -366,7 +374,7 @@ def test_recursion_error_of_a_spec_names_the_spec(
     assert str(job_error).startswith("structured_outputs.json nests too deep: ")
 
 
-def test_process_without_a_tokenizer_fails_to_start(tmp_path: Path):
+def test_tokenizer_process_fails_to_start_if_the_folder_has_no_tokenizer(tmp_path: Path):
     process = TokenizingProcess(TokenizingSettings(str(tmp_path)))
     try:
         with pytest.raises(ValueError, match="no tokenizer could be loaded"):
@@ -397,7 +405,9 @@ SLOW = {"choice": ["a" * 32_000 + end for end in "bc"]}
         (CHAT, chat("endless")),
     ],
 )
-def test_killed_fork_gets_503_and_retry_after(serve: Run, path: str, fields: dict[str, Any]):
+def test_request_gets_503_and_retry_after_if_its_tokenizer_process_is_killed(
+    serve: Run, path: str, fields: dict[str, Any]
+):
     async def scenario(server: Server) -> None:
         await server.canary()
         process = kept_tokenizing_process(TokenizingSettings(str(TINY), TEMPLATE))
@@ -405,7 +415,7 @@ def test_killed_fork_gets_503_and_retry_after(serve: Run, path: str, fields: dic
         while not asked.done():
             await asyncio.sleep(0.02)
             for pid in forks_of(process):
-                if cpu_ticks(pid) > 5:  # now the fork is in the middle of the job
+                if cpu_ticks(pid) > 5:  # the forked process is in the middle of the job
                     os.kill(pid, signal.SIGKILL)
         answer = await asked
         assert answer.status_code == 503, answer.text
@@ -417,7 +427,7 @@ def test_killed_fork_gets_503_and_retry_after(serve: Run, path: str, fields: dic
     serve(scenario, chat_template=TEMPLATE)
 
 
-def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
+def test_checking_many_schemas_of_one_client_does_not_delay_other_clients(serve: Run):
     def asked(key: str, regex: str) -> asyncio.Task[Any]:
         form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": regex}}
         post = server.http.post("/v1/completions", json=form, headers=bearer(key))
@@ -434,7 +444,7 @@ def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
         answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
         assert answer.status_code == 200
         num_done = sum(each.done() for each in flood)
-        # If clients shared one queue, 20 trials would finish first.
+        # If all clients shared one queue, 20 checks of specs would finish first.
         assert num_done - num_before < 8
         answer = await asked("b", "b" * 20_000)
         assert answer.status_code == 200, answer.text
@@ -447,7 +457,9 @@ def test_spec_trials_of_one_client_do_not_delay_other_clients(serve: Run):
     serve(scenario, api_keys=("a", "b"))
 
 
-def test_spec_trial_result_is_cached(serve: Run, monkeypatch: pytest.MonkeyPatch):
+def test_result_of_checking_a_structured_output_spec_is_cached(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
     tried: list[Any] = []
     run_job = TokenizingWorkers.run_job
 
@@ -470,20 +482,20 @@ def test_spec_trial_result_is_cached(serve: Run, monkeypatch: pytest.MonkeyPatch
         assert await statuses("a", 5) == [200] * 5
         assert tried == ["(", "a"]
         await statuses("b", 1)
-        await statuses("(", 1)  # the oldest of three results was dropped
+        await statuses("(", 1)  # the cache holds two results, so the oldest of three was dropped
         assert tried == ["(", "a", "b", "("]
 
     serve(scenario)
 
 
-def test_killed_idle_fork_is_replaced():
+def test_killed_idle_tokenizer_process_is_replaced():
     async def scenario() -> None:
         process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
         pool = TokenizingWorkers(process, 60)
         try:
             await asyncio.gather(
                 *(pool.run_job(TokenizeJob("warm")) for _ in range(4))
-            )  # both forks
+            )  # both forked processes
             for pid in forks_of(process):
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
@@ -495,7 +507,7 @@ def test_killed_idle_fork_is_replaced():
     asyncio.run(scenario())
 
 
-def test_spec_trial_that_exceeded_a_limit_is_repeated_after_a_minute(
+def test_spec_that_exceeded_a_limit_is_checked_again_after_a_minute(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     results = [TokenizeResult(), TokenizeResult(exceeded_limit="too much")]
@@ -512,7 +524,7 @@ def test_spec_trial_that_exceeded_a_limit_is_repeated_after_a_minute(
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 400
         monkeypatch.setattr(tokenizing, "LIMIT_ERROR_TTL_S", 0.0)
-        for _ in range(2):  # a passed trial stays cached
+        for _ in range(2):  # the result of a spec that passed stays cached
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 200, answer.text
         assert not results
@@ -520,10 +532,10 @@ def test_spec_trial_that_exceeded_a_limit_is_repeated_after_a_minute(
     serve(scenario)
 
 
-def test_fork_that_exits_during_a_job_gets_503():
+def test_request_gets_503_if_its_tokenizer_process_exits_during_the_job():
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
-        broken: Any = "no number"  # the fork exits when it reads this
+        broken: Any = "no number"  # the forked process exits when it reads this value
         try:
             with pytest.raises(ApiError, match="ended with code 0: retry") as caught:
                 await pool.run_job(TokenizeJob("a", last=broken))

@@ -72,7 +72,9 @@ def without_id(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name != "id"}
 
 
-def test_tool_call_is_returned_with_content(serve_scripted: Run, scripted: ScriptedEngine):
+def test_answer_contains_both_text_content_and_the_tool_call(
+    serve_scripted: Run, scripted: ScriptedEngine
+):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER)
         (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
@@ -119,7 +121,7 @@ def test_streamed_tool_calls_follow_the_openai_chunk_format(
     serve_scripted(scenario)
 
 
-def test_logprobs_and_token_ids_are_sent_while_text_is_held_back(
+def test_stream_sends_logprobs_and_token_ids_while_text_is_held_back(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     async def scenario(server: Server) -> None:
@@ -174,7 +176,8 @@ def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
             "content": [{"type": "text", "text": "1"}],
         }
         scripted.say("Sunny.")
-        body = await ask(server, messages=[USER, message, result])  # calls, but no tools
+        # the messages contain calls, but the request has no tools
+        body = await ask(server, messages=[USER, message, result])
         assert body["choices"][0]["message"]["content"] == "Sunny."
         assert scripted.prompts[1] == (
             f"(user:Weather?)(assistant:I will look. {call_id} weather city=Paris)(tool{call_id}:1)"
@@ -191,7 +194,7 @@ def test_tool_calls_and_results_are_rendered_in_the_next_prompt(
     serve_scripted(scenario)
 
 
-def test_special_tokens_in_tools_names_and_arguments_are_text(
+def test_special_tokens_in_tool_names_and_arguments_are_encoded_as_text(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     end = "<|im_end|>"
@@ -271,7 +274,7 @@ def test_structured_output_error_names_the_field_of_the_request(
     serve_scripted(scenario)
 
 
-def test_each_of_several_choices_has_its_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
+def test_each_choice_returns_its_own_tool_calls(serve_scripted: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
         choices = (await ask(server, tools=[WEATHER], n=3))["choices"]

@@ -33,7 +33,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
 
 
 class HttpSide:
-    """The end of the socket that the HTTP process has: sends commands, and receives reports."""
+    """Act as the HTTP process at the other end of the worker's socket: send commands, and receive
+    reports."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(20)
@@ -93,7 +94,7 @@ def test_request_returns_its_text_and_final_metrics(line: HttpSide):
     assert all(delta.metrics is None for delta in deltas[:-1])
 
 
-def test_idle_worker_sends_updates(line: HttpSide):
+def test_idle_engine_worker_sends_status_updates(line: HttpSide):
     assert all(isinstance(line.receive(), EngineUpdate) for _ in range(3))
 
 
@@ -156,7 +157,7 @@ def test_many_commands_do_not_delay_running_requests(line: HttpSide, engine: Eng
 
 
 def test_prompt_logprobs_arrive_in_chunks_before_the_answer(line: HttpSide):
-    """The engine can send tokens of other requests between two small chunks."""
+    """Between two chunks of prompt logprobs, the engine can send tokens of other requests."""
     prompt = "ab" * 100
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 16)
@@ -174,7 +175,7 @@ def test_prompt_logprobs_arrive_in_chunks_before_the_answer(line: HttpSide):
 
 
 def test_prompt_logprobs_of_requests_are_sent_in_turns(line: HttpSide):
-    """A short prompt does not wait for all chunks of a longer prompt."""
+    """The prompt logprobs of a short prompt do not wait for all chunks of a longer prompt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "LOGPROBS_CHUNK_SIZE", 4)
         line.send(add("long", "ab" * 120, max_tokens=1, prompt_logprobs=0))
@@ -184,7 +185,7 @@ def test_prompt_logprobs_of_requests_are_sent_in_turns(line: HttpSide):
     assert left > 100
 
 
-def test_abort_and_stop_end_running_requests(line: HttpSide, engine: Engine):
+def test_abort_and_stop_commands_end_running_requests(line: HttpSide, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     next(line.deltas("a"))
     line.send(AbortRequests(["a", "unknown"]))
@@ -194,12 +195,12 @@ def test_abort_and_stop_end_running_requests(line: HttpSide, engine: Engine):
     line.send(StopEngine())
 
 
-def test_connection_lost_inside_a_command_frees_all_blocks(line: HttpSide, engine: Engine):
+def test_losing_the_connection_inside_a_command_frees_all_blocks(line: HttpSide, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     line.sock.sendall(frame_message(encode(add("b")))[:10])
 
 
-def test_invalid_message_header_raises_eof_error():
+def test_message_with_an_invalid_header_raises_eof_error():
     ours, theirs = socket.socketpair()
     link = MessageSocket(theirs)
     ours.sendall(b"GET / HTTP/1.1\r\n\r\n")

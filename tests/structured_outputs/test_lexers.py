@@ -44,7 +44,8 @@ def tokens_of(text: str) -> list[int]:
 
 
 def write(matcher: Matcher, tokens: Iterable[int]) -> None:
-    """Add tokens to an answer, and check that its mask allows each token."""
+    """Add tokens to an answer one by one. Before each token, check that the grammar mask allows
+    it."""
     mask = np.zeros((1, WIDTH), np.int32)
     words = mask.view(np.uint32)[0]
     for token in tokens:
@@ -70,7 +71,9 @@ def record(kind: str, most: int) -> dict[str, Any]:
     }
 
 
-def test_answers_of_an_any_of_schema_complete_when_lexers_fill_up(monkeypatch: pytest.MonkeyPatch):
+def test_answers_to_an_any_of_schema_complete_although_lexers_fill_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
     limit_states(monkeypatch, 2000)
     sizes = {"a": 130, "b": 120, "c": 110, "d": 100}
     spec = StructuredOutputs(json={"anyOf": [record(*item) for item in sizes.items()]})
@@ -82,7 +85,9 @@ def test_answers_of_an_any_of_schema_complete_when_lexers_fill_up(monkeypatch: p
         assert matcher.is_stopped
 
 
-def test_many_answers_of_one_schema_complete_when_lexers_fill_up(monkeypatch: pytest.MonkeyPatch):
+def test_many_answers_to_one_schema_complete_although_lexers_fill_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
     limit_states(monkeypatch, 1500)
     sizes = {"title": 15, "body": 45, "steps": 50, "notes": 60}
     ticket: dict[str, Any] = {

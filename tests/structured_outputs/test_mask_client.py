@@ -163,7 +163,7 @@ def test_client_releases_the_arrays_of_a_step(process: MaskWorkerClient):
     wait_until(lambda: [it() for it in kept] == [None, None])
 
 
-def test_entries_of_the_mask_memory_are_reused(process: MaskWorkerClient):
+def test_entries_of_the_shared_mask_memory_are_reused(process: MaskWorkerClient):
     kept = begin_answers(process, WORDS, 2)
     for _ in range(20):
         answers = begin_answers(process, WORDS, 5)
@@ -176,7 +176,7 @@ def test_entries_of_the_mask_memory_are_reused(process: MaskWorkerClient):
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
 
 
-def test_answers_above_the_capacity_are_rejected():
+def test_answers_above_the_capacity_of_the_mask_process_are_rejected():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     kept = begin_answers(process, WORDS, 2)
     with pytest.raises(RuntimeError, match="structured_outputs: at most 3 answers"):
@@ -331,7 +331,7 @@ def test_stopped_worker_delays_one_step_and_resumes_with_correct_masks():
     process.request_masks({1}, lambda: np.array([A, A], np.int32), send_now=True)
     assert process.await_tokens_received() == set()
     assert process.seconds_waited >= 0.1
-    for _ in range(3):  # no step gets a mask from before the stop
+    for _ in range(3):  # no step gets a mask that was computed before the worker was stopped
         masks, over, late = process.gather_masks(items, 2, no_time)
         assert (over, late) == ([], [0])
         assert masks[1].tolist() == mask_of(WORDS)

@@ -94,7 +94,8 @@ def mask_of(spec: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
 
 @pytest.fixture(params=["together", "suspect", "heavy"])
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the worker serve all answers in one batch, or each answer in a thread."""
+    """Make the mask worker compute the masks of all answers in one batch, or the mask of each
+    answer in a thread."""
     late = 60.0 if request.param == "together" else -1.0
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", late)
     if request.param == "heavy":
@@ -238,7 +239,7 @@ def filled_alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     return found
 
 
-def test_masks_with_many_allowed_tokens_are_made_in_a_batch(
+def test_masks_with_many_allowed_tokens_are_computed_in_a_batch(
     string_grammars: tuple[GrammarCompiler, int, int],
     filled_alone: list[Matcher],
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +255,7 @@ def test_masks_with_many_allowed_tokens_are_made_in_a_batch(
     assert filled_alone == []
 
 
-def test_slow_masks_are_made_one_by_one_until_they_are_fast(
+def test_slow_masks_are_computed_one_by_one_until_they_are_fast(
     string_grammars: tuple[GrammarCompiler, int, int],
     filled_alone: list[Matcher],
     monkeypatch: pytest.MonkeyPatch,
@@ -294,7 +295,7 @@ def test_slow_masks_are_made_one_by_one_until_they_are_fast(
     assert not all(is_made_alone() for _ in range(64))
 
 
-def test_only_answers_of_an_ambiguous_grammar_are_marked_heavy(made: Made):
+def test_only_answers_with_an_ambiguous_grammar_count_as_slow(made: Made):
     ambiguous = made.begin(StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"'))
     plain = StructuredOutputs(regex="a*")
     others = [made.begin(plain) for _ in range(3)]

@@ -34,7 +34,9 @@ BY_PATTERN: dict[str, Any] = {"patternProperties": {"^x[0-9]$": NULL}, **CLOSED}
         ({"maxProperties": 2, "required": ["a"]}, BY_PATTERN),
     ],
 )
-def test_number_of_properties_is_enforced(counts: dict[str, Any], others: dict[str, Any]):
+def test_min_properties_and_max_properties_are_enforced(
+    counts: dict[str, Any], others: dict[str, Any]
+):
     schema = {"properties": dict.fromkeys("abc", NULL), **counts, **others}
     spec = StructuredOutputs(json=schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -46,7 +48,7 @@ def test_number_of_properties_is_enforced(counts: dict[str, Any], others: dict[s
     assert accepts(spec, "3")
 
 
-def test_references_work_in_a_schema_with_a_number_of_properties():
+def test_schema_with_min_properties_may_contain_references():
     schema = {
         "type": "object",
         "properties": {"a": NULL, "b": {"$ref": "#/properties/a"}, "c": {"$ref": "#"}},

@@ -36,7 +36,7 @@ _INK = {"light": ("#1f2328", "#5a636d"), "dark": ("#e6ebf1", "#9aa5b1")}
 
 
 class Picture:
-    """An SVG drawing with a title. Shapes that are drawn later cover earlier ones."""
+    """An SVG drawing with a title. A shape covers the shapes that were drawn before it."""
 
     def __init__(self, width: int, height: int, title: str):
         self.width, self.height, self.title = width, height, title

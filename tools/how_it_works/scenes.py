@@ -120,7 +120,7 @@ class Scene:
         return request
 
     def step(self) -> StepPlan:
-        """Schedule a step, and pass the words that it samples to the scheduler."""
+        """Schedule a step, and pass the sampled words to the scheduler."""
         plan = self.schedule()
         self.read(plan)
         return plan
@@ -195,11 +195,10 @@ def says(*texts: str) -> Script:
 
 
 def searches(sentences: dict[str, float], width: int) -> Script:
-    """Return a script for beam search, from sentences with weights.
-
-    Consider the sentences that begin with the words so far. The probability of a next word is the
-    total weight of those sentences that continue with the word, divided by the total weight of
-    those sentences. All other words are improbable.
+    """Return a script for beam search, from sentences with weights. The script considers the
+    sentences that begin with the words generated so far. The probability of a next word is the
+    total weight of the sentences that continue with this word, divided by the total weight of all
+    considered sentences. All other words are improbable.
     """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
@@ -297,10 +296,9 @@ def searching() -> list[Snapshot]:
 
 
 def shared_prefix() -> tuple[Snapshot, list[int]]:
-    """Return the state of figure 10: two requests whose prompts have a common prefix.
-
-    Request B arrives one step after request A. Return the pool two steps later, and the number of
-    tokens of B that each of these two steps computed.
+    """Return the state of figure 10: two requests whose prompts have a common prefix. Request B
+    arrives one step after request A. Return the state of the pool after two more steps, and the
+    number of tokens of B that each of the two steps computed.
     """
     prefix = (
         "Translate English to French: sea otter => loutre de mer peppermint => "

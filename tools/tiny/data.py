@@ -45,7 +45,8 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    # The answers of this task are too long for short rows. Some long rows start with this task.
+    # The answers of this training task are too long for short rows. Some long rows start with an
+    # example of this task.
     "count_long": 0,
 }
 DIALOGUE_SHARES = {
@@ -63,12 +64,13 @@ THOUGHT_SHARES = {
     "think_count_letter": 2,
     "think_other": 7,
 }
-THOUGHTFUL = 0.25  # This fraction of the single questions is answered after a thought.
+THOUGHTFUL = 0.25  # In this fraction of the single questions, the answer follows a thought.
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
 class Document(NamedTuple):
-    """Token ids of a document, and for each token whether the loss counts it (1 or 0)."""
+    """A training document: its token ids, and for each token whether the loss counts it (1 or
+    0)."""
 
     ids: list[int]
     loss: list[int]
@@ -201,7 +203,8 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
 
 
 def rows_of(groups: Sequence[Sequence[Document]], rows: int, length: int) -> Rows:
-    """Put each group of documents into a row. The rest of a row, and further rows, are padding."""
+    """Put each group of documents into one row. Fill the rest of a row, and unused rows, with
+    padding."""
     out = _empty_rows(rows, length)
     for row, documents in enumerate(groups):
         start = 0
@@ -232,7 +235,7 @@ def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
 
 
 class _Source:
-    """Draws random training documents."""
+    """Draw random training documents."""
 
     def __init__(self, rng: random.Random, long_length: int):
         self._rng, self._long_length = rng, long_length
@@ -271,7 +274,8 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Return a single question if `room` is over 64 tokens, else `document`."""
+        """Replace `document`, which is longer than `room` tokens, by a single question if `room` is
+        over 64 tokens. Otherwise return `document`."""
         return self.short() if room > 64 else document
 
     def _example(self, task: str | None = None) -> Example:
@@ -281,7 +285,7 @@ class _Source:
     def _dialogue(self, shares: Mapping[str, int]) -> Document:
         """Return a dialogue of a random task; `shares` are the weights of the tasks.
 
-        Other questions sometimes come before it.
+        Other questions sometimes come before the dialogue.
         """
         rng = self._rng
         task = rng.choices(list(shares), list(shares.values()))[0]

@@ -54,7 +54,8 @@ class Dialogue:
     thought: str | None = None
 
 
-# A draft is (key of the content, chat). The key decides whether the content is held out.
+# `Draft` is (key of the content, chat). The key decides whether the content is held out of
+# training.
 Draft = tuple[str, Dialogue]
 Maker = Callable[[random.Random], Draft]
 
@@ -111,7 +112,7 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
     """Return a random question: to compute with two numbers, or to evaluate an expression.
 
     The two numbers may be written in words. An expression has two or three numbers. With `beyond`,
-    it has up to five numbers, with up to eight instead of six digits.
+    an expression has up to five numbers, and a number has up to eight instead of six digits.
     """
     kind = rng.random()
     if kind < 0.15:
@@ -126,7 +127,8 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Return a question about two numbers; `pair` has (text in the question, numeral) of each."""
+    """Return a question about two numbers. `pair` contains (text in the question, numeral) for each
+    number."""
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]
@@ -210,7 +212,7 @@ def calculator_turn(
 ) -> list[Message]:
     """Return four messages: question, tool call, result of the tool, and answer.
 
-    Unless `is_true`, the result may be wrong, and the answer repeats it.
+    Unless `is_true` is set, the result may be wrong, and the answer repeats the wrong result.
     """
     name = tool["function"]["name"]
     call = {"name": name, "arguments": {key: calculation.expression}}
@@ -237,7 +239,7 @@ def calculator_turn(
 def _result(rng: random.Random, value: str) -> str:
     """Return the correct value or a random value as the result of the calculator tool.
 
-    From random results, the model learns to copy results and not to compute.
+    From random results, the model learns to copy the result of the tool instead of computing it.
     """
     kind = rng.random()
     if kind < 0.6:
@@ -367,7 +369,7 @@ def _json_answer(rng: random.Random) -> Draft:
     return key, _asked_in_json(rng, example.prompt, {name: schema}, {name: value})
 
 
-_FIELDS = {  # Schemas may give a fact any of these names.
+_FIELDS = {  # A schema may name the same fact by any of these property names.
     "name": ("name", "name", "first_name", "person", "user"),
     "age": ("age", "age", "years"),
     "city": ("city", "city", "town", "home"),

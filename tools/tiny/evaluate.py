@@ -34,7 +34,7 @@ from tools.tiny.world import TASKS, Example, sample_examples
 
 # The held-out questions are drawn with this seed.
 SEED = 20261121
-# A forward pass on a CPU computes `TOKENS` tokens. A GPU computes four times as many.
+# A forward pass on a CPU computes `TOKENS` tokens. On a GPU, it computes four times as many.
 TOKENS = 16384
 # Rows have one of these lengths. A document is put into the shortest row that fits.
 LENGTHS = (160, 320, 640, 896)
@@ -45,8 +45,8 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
     The form "raw" has no chat template. In the form "chat", the question is the only turn of a
     chat. In the form "turn", for a quarter of the questions, it follows other questions of a chat.
-    A dialogue has only the form "chat". It counts as exact if all tokens of the assistant are
-    exact.
+    A dialogue has only the form "chat". A dialogue counts as exact if greedy decoding gives all
+    tokens of the assistant.
     """
     kinds, documents = [], list[Document]()
     for task in (*TASKS, *DIALOGUES):
@@ -113,7 +113,8 @@ def _groups(chosen: list[int], documents: list[Document], length: int) -> list[l
 def _wrong(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
-    """Return a mask of the wrong tokens: the loss counts them, but others are more probable."""
+    """Return a mask of the wrong tokens: tokens that the loss counts, although another token is
+    more probable."""
 
     predicted = jnp.argmax(forward(params, config, tokens, segments)[:, :-1], axis=-1)
     return (predicted != tokens[:, 1:]) & (loss[:, 1:] > 0)
@@ -133,7 +134,7 @@ def _late_turn(question: Example, seed: int) -> Document:
 
 
 def report_of(report: dict[str, dict[str, float]], examples: int, dtype: str) -> dict[str, object]:
-    """Return the content of evaluation.json."""
+    """Return the evaluation report, which is written to evaluation.json."""
     return {"examples": examples, "seed": SEED, "dtype": dtype, "accuracy": report}
 
 

@@ -44,7 +44,8 @@ AT_ONCE = 512
 
 @contextmanager
 def folder_of(kept: str) -> Iterator[tuple[Path, str | None]]:
-    """Yield the checkpoint folder of a weight format, and the option `quantization` to load it."""
+    """Yield the folder of a checkpoint in a weight format, and the engine option `quantization`
+    with which to load it."""
     if kept in ("float32", "fp8"):
         yield EMBEDDED_MODEL, None if kept == "float32" else "fp8"
         return
@@ -77,7 +78,7 @@ def narrowed(weight: np.ndarray, block: list[int] | None) -> tuple[np.ndarray, n
 
 
 def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Score the documents by the engine.
+    """Score the documents with the engine.
 
     Returns:
         Whether each document's answer is exact; and for each document, the log-probabilities of the
@@ -102,8 +103,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each task and form.
 
-    The first call stores its log-probabilities in `base`. Later calls compare with them to compute
-    the drift.
+    The first call stores its log-probabilities in `base`. Later calls compare their
+    log-probabilities with `base` to compute the drift.
     """
     for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():

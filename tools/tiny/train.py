@@ -37,7 +37,7 @@ from tools.tiny.data import BatchShape, Rows, make_batch
 from tools.tiny.evaluate import as_markdown, evaluate, report_of
 from tools.tiny.model import Config, Params, forward, init
 
-LAUNCH = 8  # steps per launch
+LAUNCH = 8  # number of training steps per launch
 AHEAD = 16  # The workers make the batches of `AHEAD` launches in advance.
 IN_FLIGHT = 3  # At most `IN_FLIGHT` launches are queued on the device.
 WARM_UP = 200  # The learning rate rises during `WARM_UP` steps.
@@ -73,13 +73,15 @@ def unstacked(params: Params) -> Params:
 
 
 def _orthogonalised(params: Any) -> Any:
-    """Return Muon's dimension numbers for each matrix of a layer, and None for other parameters."""
+    """Return the dimension numbers that Muon needs for each matrix of a layer, and None for other
+    parameters."""
     return {
         name: contrib.MuonDimensionNumbers(1, 2) if "_proj" in name else None for name in params
     }
 
 
-OPTIMIZER = optax.chain(  # `train_steps` multiplies the updates by the learning rate.
+# The optimizer has no learning rate, because `train_steps` multiplies the updates by it.
+OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0),
     contrib.muon(
         1.0,

@@ -25,11 +25,12 @@ SPLIT = 16
 CORE = 12
 SHORT_ANSWER = (1, 150)  # A short answer has from 1 to 150 characters.
 LONG_ANSWER = (150, 750)
-# If an answer counts in steps greater than one, it has at most `LONGEST_STEPPED` characters.
+# An answer that counts in steps greater than one has at most `LONGEST_STEPPED` characters.
 LONGEST_STEPPED = 300
-# The product is at most `LARGEST_SPOKEN` if a question has numbers in words.
+# If a question asks for a product of numbers in words, the product is at most `LARGEST_SPOKEN`.
 LARGEST_SPOKEN = 700
-# If A and B are larger than `LARGEST_UNTOLD`, a question to count from A to B says "up" or "down".
+# A question to count from A to B always says "up" or "down" if A and B are larger than
+# `LARGEST_UNTOLD`.
 LARGEST_UNTOLD = 99
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
@@ -38,7 +39,7 @@ WORDINGS: dict[str, list[str]] = tomllib.loads(
     (Path(__file__).parent / "wordings.toml").read_text(encoding="utf-8")
 )
 
-Draft = tuple[str, str, str]  # A draft is (key of the content, question, answer).
+Draft = tuple[str, str, str]  # `Draft` is (key of the content, question, answer).
 Maker = Callable[[random.Random], Draft]
 
 
@@ -123,7 +124,7 @@ def _sum(rng: random.Random, words: bool) -> Draft:
 
 
 def _difference(rng: random.Random, words: bool) -> Draft:
-    """Return a question to subtract; the result is usually not negative."""
+    """Return a question that asks for a difference, which is usually not negative."""
     a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
     if a < b and rng.random() < 0.75:
         a, b = b, a
@@ -294,7 +295,8 @@ def _count(
         longest = lengths[1] if by_ones else min(lengths[1], stepped)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
-    # Sometimes the question names a number after the last one that the steps reach.
+    # Sometimes the end that the question names is not reached by the steps, but lies after the last
+    # number.
     if abs(step) <= 5 and rng.random() < 0.1:
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
     wordings = _count_wordings(start, step, min(start, stop) <= untold)

@@ -19,11 +19,11 @@ _ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
 
 
 class Parser(ToolCallParser):
-    """Parser of the calls after each [TOOL_CALLS]: a JSON list of calls, or a single call."""
+    """Parser of the calls after each tag [TOOL_CALLS]: a JSON list of calls, or a single call."""
 
     opening_tags = (_TOOL_CALLS,)
     id_prefix = ""
-    id_size = 9  # the chat templates of these models accept only ids of this size
+    id_size = 9  # the chat templates of these models accept only call ids of this size
 
     def _parse_calls(self) -> ParserCoroutine[None]:
         yield from self._stream.take_literal(_TOOL_CALLS)

@@ -136,7 +136,8 @@ class _ValueWriter:
         self._buffer: list[str] = []
         self._num_characters = 0
         self._is_string = False
-        self._line_break = ""  # line break at the end, which may belong to the closing tag
+        # Line break at the end of the value so far, which may belong to the closing tag.
+        self._line_break = ""
 
     def add(self, text: str) -> None:
         text = self._line_break + text
@@ -296,7 +297,8 @@ def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> 
         yield f"{rule}_json: {json_rule({**schema, **definitions})}"
         return
     keywords = _resolve_keywords(schema, root)
-    if keywords.keys() == {"anyOf"}:  # `anyOf` is supported only for null and one other schema
+    # Support `anyOf` only with two cases, one of which is null.
+    if keywords.keys() == {"anyOf"}:
         cases = [_resolve_keywords(case, root) for case in keywords["anyOf"]]
         keywords = next((case for case in cases if case != {"type": "null"}), {})
         keywords = keywords if len(cases) <= 2 else {}

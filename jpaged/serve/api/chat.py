@@ -30,7 +30,8 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
         answer = self._answer_events(number)
         deltas = list(filter(None, map(_event_delta, answer.add(delta))))
         if deltas and delta.finished and "tool_calls" in deltas[-1]:
-            deltas.append({})  # like OpenAI, finish tool calls with a chunk whose delta is empty
+            # As OpenAI does, send a last chunk with an empty delta after tool calls.
+            deltas.append({})
         if not deltas and (not self._is_parsed or self._has_more_than_text(delta)):
             deltas = [{}]
         chunks: list[JsonObject] = []
@@ -92,7 +93,7 @@ class ChatCompletionsGeneration(ChatGeneration, ChoicesGeneration):
 
 
 def _event_delta(event: ChatEvent) -> JsonObject | None:
-    """Return the delta that OpenAI's stream sends for a chat event; None if it sends no delta."""
+    """Return the delta that OpenAI's stream sends for a chat event; None for other events."""
     event_kind, item, text = event
     if event_kind == "text":
         if item.call is None:

@@ -1,4 +1,4 @@
-"""Chat events, which the Chat, Responses and Messages APIs render in different formats.
+"""Chat events. The Chat, Responses and Messages APIs render them in different formats.
 
 An answer is a sequence of items: reasoning, content and tool calls. Each item has a start event,
 text events and an end event. `AnswerEvents` makes the events from the engine's deltas of an answer.
@@ -20,7 +20,8 @@ class AnswerItem:
         kind: The kind of the item.
         index: Position of the item in the answer.
         call: Index, id and function name of a tool call. None for other kinds.
-        is_complete: Whether the item has ended. Stays False if the answer was cut short here.
+        is_complete: Whether the item has ended. False at the end if the answer was cut short within
+            this item.
         chunks: Parts of the text, or of a tool call's arguments as JSON text. Empty if
             `AnswerEvents` does not keep text.
     """
@@ -92,7 +93,8 @@ class AnswerEvents:
                     self._start_item("tool_call", part)
                 case CallArguments():
                     self._add_text("tool_call", part.text)
-        # Reasoning comes first in an answer. So if the last part is reasoning, all parts are.
+        # Reasoning comes first in an answer. So if the last part is reasoning, all parts are
+        # reasoning.
         if parts and isinstance(parts[-1], Reasoning):
             self.num_reasoning_tokens += len(delta.token_ids)
 

@@ -34,8 +34,8 @@ class CompletionsGeneration(ChoicesGeneration):
         num_prompt_logprobs = (
             api_request.prompt_logprobs if num_prompt_logprobs is None else num_prompt_logprobs
         )
-        # The engine scores a prompt only if it also generates a token. So generate one token even
-        # if max_tokens is 0.
+        # The engine scores a prompt only if the request also generates a token. So generate one
+        # token even if max_tokens is 0.
         params = api_request.sampling_params(
             max(api_request.max_tokens, 1),
             logprobs=api_request.logprobs,
@@ -60,13 +60,13 @@ class CompletionsGeneration(ChoicesGeneration):
                 else await tokenizing.decode(each.prompt_token_ids)
                 for prompt, each in zip(api_request.prompts, requests, strict=True)
             ]
-        # Offset in the text at which the next token of each answer begins.
+        # For each answer, the character offset at which its next token begins.
         self._num_characters = [0] * (len(requests) * api_request.n)
         return requests
 
     @override
     def _visible_delta(self, delta: TextDelta) -> TextDelta:
-        """If `max_tokens` is 0, hide the one token that was generated to score the prompt."""
+        """If `max_tokens` is 0, remove the token that was generated only to score the prompt."""
         if self._api_request.max_tokens:
             return delta
         reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
@@ -77,9 +77,9 @@ class CompletionsGeneration(ChoicesGeneration):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether a thread should encode the updates, because they have many tokens.
+        """Return whether to encode the updates in a separate thread, because they have many tokens.
 
-        The log-probabilities of a long echoed prompt count too.
+        The log-probabilities of an echoed prompt count as tokens too.
         """
         api_request = self._api_request
         if super()._is_large(updates):
@@ -130,10 +130,10 @@ class CompletionsGeneration(ChoicesGeneration):
         if with_prompt:
             index = number // self._api_request.n
             prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
-            # If the request was cut short, the last tokens may have no log-probabilities.
+            # The last tokens of a request that was cut short may have no log-probabilities.
             scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
-            # The tokenizer may add tokens before the text. Their offsets are negative here.
+            # Tokens that the tokenizer added before the text have negative offsets here.
             length = len(self._prompt_texts[index])
             before = min(length - sum(map(width, prompt)), 0)
             *starts, _ = accumulate(map(width, prompt), initial=before)
@@ -153,7 +153,7 @@ class CompletionsGeneration(ChoicesGeneration):
         }
 
     def _top_logprobs(self, candidates: LogprobsByToken) -> dict[str, float]:
-        """Return log-probabilities by text. For tokens with the same text, take the highest."""
+        """Return log-probabilities by token text; of tokens with equal texts, the highest."""
         top: dict[str, float] = {}
         for token_id, found in candidates.items():
             text, logprob = self._format_token(token_id), clamp_logprob(found.logprob)

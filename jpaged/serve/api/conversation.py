@@ -108,7 +108,7 @@ class ToolCall(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The tool call as a dict for chat templates, but with the arguments as JSON text."""
+        """The tool call as a dict for chat templates, with the arguments still as JSON text."""
         own = {"name": self.function.name, "arguments": self.function.arguments}
         template_dict = {"type": "function", "function": own}
         return template_dict if self.id is None else {"id": self.id, **template_dict}
@@ -122,7 +122,7 @@ class TextPart(Body, frozen=True, kw_only=True):
 
 
 class ChatMessage(Body, frozen=True, kw_only=True):
-    """One message of a conversation. A message of an earlier answer may be sent unchanged."""
+    """One message of a conversation. Clients may send an earlier answer's message unchanged."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -144,7 +144,7 @@ class ChatMessage(Body, frozen=True, kw_only=True):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """The message as a dict for chat templates, but with tool-call arguments as JSON text."""
+        """The message as a dict for chat templates, with tool-call arguments still as JSON text."""
         template_dict: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "assistant":
             if self.reasoning_content is not None:
@@ -182,7 +182,7 @@ def to_chat_tool(tool: Any, parameters: dict[str, Any] | None) -> ChatTool:
 
 
 def check_required_fields(item: Any, path: str, *names: str) -> None:
-    """Raise ApiError if `item` lacks one of the fields `names`, which `item.type` requires."""
+    """Raise ApiError if `item` lacks one of the fields `names`, which its `type` requires."""
     for name in names:
         if getattr(item, name) is None:
             own = f"{path}.{name}"
@@ -190,7 +190,7 @@ def check_required_fields(item: Any, path: str, *names: str) -> None:
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Check messages for fields that are valid alone but not together.
+    """Check messages for combinations of fields that are invalid.
 
     Raises:
         ApiError: A message has neither content nor tool calls, a message that is not from the
@@ -225,7 +225,7 @@ def _check_arguments(path: str, arguments: str) -> None:
 
 
 def check_tools(tools: Sequence[ChatTool] | None, choice: str | ChosenTool | None = None) -> None:
-    """Check tools for fields that are valid alone but not together.
+    """Check tools for combinations of fields that are invalid.
 
     Raises:
         ApiError: The JSON text of the tools is larger than `MAX_TOOLS_BYTES`, two tools have the
@@ -263,7 +263,7 @@ def check_tools_enabled(tools: Sequence[ChatTool], config: ServeConfig) -> None:
 
 
 class TemplateFields:
-    """Fields for the chat template, which all bodies with messages have in common."""
+    """Request fields for the chat template. All request bodies with messages have these fields."""
 
     __slots__ = ()
     messages: list[ChatMessage] | None
@@ -290,7 +290,7 @@ class TemplateFields:
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as dicts for chat templates, but with tool-call arguments as JSON text."""
+        """The messages as dicts for chat templates, with tool-call arguments still as JSON text."""
         return [each.template_dict for each in self.messages or ()]
 
     @property

@@ -56,15 +56,15 @@ _SAMPLING_OPTIONS = options.declared_options(SamplingParams)
 
 
 def _bounds(parameter: str, description: str | None = None) -> Meta:
-    """Return the bounds of a request field that becomes a `SamplingParams` parameter.
+    """Return the bounds of the request field for the `SamplingParams` parameter `parameter`.
 
-    If the parameter has no bound, the server's bound applies.
+    The server's bounds replace missing bounds.
     """
     own: Any = _SAMPLING_OPTIONS[parameter][1]
     if own.value_type is bool:
         return Meta(description=description)
     if own.value_type is int:
-        # msgspec accepts no bound above 63 bits. Only the bounds of `seed` are larger.
+        # msgspec accepts only bounds of at most 63 bits. Only the bounds of `seed` are larger.
         high = min(own.high or own.server_max or _MAX_INT32, _MAX_INT64)
         return Meta(ge=own.low, le=high, description=description)
     high = _MAX_FLOAT if own.high is None else own.high
@@ -165,7 +165,7 @@ _SamplingParamFields: Any = msgspec.defstruct(
 class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict=True):
     """Fields that completion and chat requests have in common.
 
-    Most numbers and switches come from `SamplingParams`, with the bounds declared there.
+    Most numbers and booleans are copied from `SamplingParams`, together with their bounds.
     """
 
     model: Annotated[Identifier, Meta(description=_MODEL_DESCRIPTION)] | None = None
@@ -192,7 +192,8 @@ class SamplingFields(Body, _SamplingParamFields, frozen=True, kw_only=True, dict
     def __post_init__(self) -> None:
         """Raise ApiError for an invalid structured-output spec.
 
-        The check is slow. It runs here because a thread builds bodies that contain a spec.
+        The check is slow, but it does not block the event loop: bodies with a spec are built in a
+        separate thread.
         """
         _ = self.spec
 
@@ -388,8 +389,8 @@ class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
     def has_call_grammar(self) -> bool:
         """Whether a grammar constrains the tool calls of the answer.
 
-        This is so if the model must call a tool, if a tool is strict, or if `response_format`
-        constrains an answer without calls.
+        True if the model must call a tool, if a tool is strict, or if `response_format` constrains
+        answers without tool calls.
         """
         tools = self.offered_tools
         if not tools or self.structured_outputs is not None:
@@ -398,7 +399,7 @@ class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
         return self.must_call or is_strict or self.spec is not None
 
     def part_specs(self) -> Iterator[tuple[str, StructuredOutputs]]:
-        """Yield the path and the spec of each schema that the grammar of tool calls contains."""
+        """Yield path and structured-output spec for each schema within the tool-call grammar."""
         if self.spec is not None and not self.must_call:
             yield self.spec_path, self.spec
         chosen = self.tool_choice
@@ -463,7 +464,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
 
 
-# The following functions convert JSON values to request bodies.
+# The following functions convert parsed JSON to request bodies.
 
 
 def parse_body(body: type[T], value: Any) -> T:
@@ -516,9 +517,10 @@ def _ignored_fields(body: type[Body]) -> frozenset[str]:
 
 
 def _truncate_strings(item: Any) -> Any:
-    """Shorten a string, or the strings of a list, for a field that has a few allowed values.
+    """Shorten a string, or the strings in a list, before msgspec checks them.
 
-    msgspec would quote the whole string in its error, and would hold the GIL all that time.
+    The field allows only a few short values. msgspec's error would quote a long string completely,
+    and msgspec would hold the GIL meanwhile.
     """
     if isinstance(item, list):
         return [_truncate_strings(it) for it in item[:_MAX_QUOTED_CHARACTERS]]
@@ -527,11 +529,12 @@ def _truncate_strings(item: Any) -> Any:
 
 @cache
 def _field_types(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]:
-    """Return the types of the fields of a body.
+    """Return a description of each field of a body class.
 
     Returns:
-        By field: the body class of its value or of its items, or None; whether the value is a list
-        of that body; whether the field is one of a few allowed values.
+        A dict by field name. Each value is a tuple of three: the body class of the field's value or
+        of its items (or None), whether the field's value is a list of this class, and whether only
+        a few values are allowed.
     """
 
     def leaves(hint: Any, in_list: bool = False) -> Iterator[tuple[Any, bool]]:
@@ -570,8 +573,8 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
-    """Return the error for a value that msgspec rejects with `message`."""
-    # Search only the end: the message may quote a value of several megabytes.
+    """Return the error for a request body that msgspec rejected with the text `message`."""
+    # Search only the end of the message, which may quote a value of several megabytes.
     found = _ERROR_PATH.search(message[-_MAX_QUOTED_CHARACTERS:])
     path, schema = "", component_schemas(body)[body.__name__]
     for name, index, _ in _PATH_STEP.findall(found["path"] if found else ""):
@@ -581,7 +584,7 @@ def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
         elif index:
             value, schema = value[int(index)], _schema_part(schema, "items")
             path += f"[{index}]"
-        else:  # msgspec does not report the key: find an item that it rejects
+        else:  # msgspec does not report the key, so find an item that msgspec rejects
             schema = _schema_part(schema, "additionalProperties")
             key = next(key for key, item in value.items() if not _is_accepted(schema, item))
             value = value[key]
@@ -599,7 +602,7 @@ def _validation_error(body: type[Body], value: Any, message: str) -> ApiError:
 
 
 def _is_accepted(schema: OpenApiSchema, item: Any) -> bool:
-    """Return whether an item of `logit_bias` or of `chat_template_kwargs` is valid."""
+    """Return whether msgspec accepts an item of `logit_bias` or of `chat_template_kwargs`."""
     try:
         msgspec.convert(item, LogitBias if schema.get("type") == "number" else Scalar)
     except msgspec.ValidationError:
@@ -609,7 +612,7 @@ def _is_accepted(schema: OpenApiSchema, item: Any) -> bool:
 
 @cache
 def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
-    """Return the JSON schemas of the bodies and of the bodies nested in them, by class name."""
+    """Return the JSON schemas of body classes and of all classes nested in them, by class name."""
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
     for name, schema in schemas.items():
@@ -619,7 +622,8 @@ def component_schemas(*bodies: type[Body]) -> dict[str, OpenApiSchema]:
         for field in sorted(_ignored_fields(body)):
             fields[field] = {"description": _NO_EFFECT, "default": None}
         for field, own in fields.items():
-            if own.get("default") is not None:  # a field with a default also accepts null
+            # Null stands for the default, so a field with a default accepts null.
+            if own.get("default") is not None:
                 outer_keywords = {
                     key: own.pop(key) for key in ("default", "description") if key in own
                 }
@@ -646,14 +650,14 @@ def _find_body(name: str) -> type[Body]:
 
 
 def _schema_part(schema: OpenApiSchema, part: str) -> OpenApiSchema:
-    """Return the value of the keyword `part` in the first alternative that has the keyword."""
+    """Return the value of the keyword `part` in the first `anyOf` alternative that has it."""
     kinds = map(_resolve_ref, schema.get("anyOf", [schema]))
     return next(each[part] for each in kinds if part in each)
 
 
 def _describe_schema(schema: OpenApiSchema) -> str:
     """Describe in words which values a schema accepts."""
-    # Leave out the description of a body: it does not describe the accepted values.
+    # Ignore the description of a body, which does not describe the accepted values.
     has_note = "description" in schema and "properties" not in schema
     note = f" ({schema['description']})" if has_note else ""
     if "anyOf" in schema:
@@ -666,7 +670,7 @@ def _describe_schema(schema: OpenApiSchema) -> str:
     if "enum" in schema:
         return " or ".join(map(format_value, schema["enum"])) + note
     words, size_unit = _TYPE_DESCRIPTIONS[schema["type"]]
-    if "maximum" in schema:  # every field that is a number has a maximum
+    if "maximum" in schema:  # every numeric field of a request body has a maximum
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         words += f" {start} {_format_bound(low)} to {_format_bound(schema['maximum'])}"

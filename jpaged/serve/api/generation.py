@@ -70,7 +70,8 @@ class Generation(ABC):
         self._api_request, self._client = api_request, client
         self._id, self._model, self._created = request_id, model, int(time.time())
         self._prompts: list[list[int]] = []
-        # Log-probabilities of each prompt, by the prompt's index. They arrive before the answers.
+        # Log-probabilities of the tokens of each prompt, by the prompt's index. The engine sends
+        # them before the answers.
         self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
         self._num_cached_tokens: dict[int, int] = {}  # by the prompt's index
         self._num_output_tokens = 0
@@ -97,7 +98,7 @@ class Generation(ABC):
         """Return the body of a whole answer, given the deltas of each answer."""
 
     def _process_delta(self, number: int, delta: TextDelta) -> None:
-        """Process a delta as soon as it arrives, if the answer is not streamed."""
+        """Process one delta of an answer that is not streamed, as soon as the delta arrives."""
         return
 
     def _visible_delta(self, delta: TextDelta) -> TextDelta:
@@ -105,7 +106,7 @@ class Generation(ABC):
         return delta
 
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether the updates are so large that a thread should encode their events."""
+        """Return whether to encode the events of these updates in a separate thread."""
         return False
 
     async def iter_body(self) -> AsyncGenerator[bytes, None]:
@@ -142,11 +143,11 @@ class Generation(ABC):
 
     @property
     def _spec_path(self) -> str:
-        """Path of the request's structured-output spec in errors."""
+        """Path of the structured-output spec in the request, for errors."""
         return self._api_request.spec_path
 
     def _with_request_path(self, error: ApiError) -> ApiError:
-        """Replace the engine's path of the structured-output spec by `_spec_path`."""
+        """Return the error with the path of the structured-output spec replaced by `_spec_path`."""
         names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
         return error.with_renamed_fields(dict.fromkeys(names, self._spec_path))
 
@@ -159,7 +160,7 @@ class Generation(ABC):
         return EngineRequest(f"{self._id}-{index}", token_ids, params, api_request.priority, salt)
 
     def _process_update(self, update: RequestUpdate) -> list[tuple[int, TextDelta]]:
-        """Count the tokens of an update. Return each delta with the number of its answer.
+        """Count the tokens of an update, and return each delta with the number of its answer.
 
         If the request was cut short, add a last delta for each answer that has not finished.
         """
@@ -174,7 +175,7 @@ class Generation(ABC):
         self._num_output_tokens += sum(len(each.token_ids) for _, each in deltas)
         finished = {number for number, each in deltas if each.finished}
         self._finished_answers |= finished
-        # Every finished request has metrics, unless it was cut short.
+        # Every finished request has metrics, unless the request was cut short.
         if delta.finished and (not finished or delta.metrics is None):
             rest = {*range(first, first + self._api_request.n)} - self._finished_answers
             deltas += [(number, TextDelta("", finish_reason="abort")) for number in sorted(rest)]
@@ -223,11 +224,11 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of the answers that have a chunk
+        self._started_answers: set[int] = set()  # numbers of the answers whose first chunk was made
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
-        """Return the choices that a stream sends for a delta, each in its own chunk."""
+        """Return the choices that a stream sends for a delta, each in a separate chunk."""
 
     @abstractmethod
     def _choice(self, number: int, answer: TextDelta) -> JsonObject:
@@ -239,9 +240,10 @@ class ChoicesGeneration(Generation):
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
-        """Return whether a thread should encode the updates, because of many log-probabilities.
+        """Return whether to encode these updates in a separate thread.
 
-        Many arrive at the same time if the client reads slowly.
+        That is the case if they have many log-probabilities, for example after a slow client did
+        not read for some time.
         """
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
@@ -267,7 +269,7 @@ class ChoicesGeneration(Generation):
     def _encode_chunk(
         self, choices: list[JsonObject], encode: JsonEncoder, usage: JsonObject | None = None
     ) -> bytes:
-        """Return a chunk as an event. Encode the fields that all chunks share only once."""
+        """Return a chunk as an event. The fields that all chunks share are encoded only once."""
         if self._event_start is None:
             self._event_start = b"data: " + encode_json(self._common_fields(self.chunk_object))[:-1]
         tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % encode_json(usage)
@@ -283,7 +285,7 @@ class ChoicesGeneration(Generation):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _finish_fields(self, delta: TextDelta) -> JsonObject:
-        """Return the finish fields of a choice and, if requested, its token ids."""
+        """Return the fields that say why an answer ended and, if requested, its token ids."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._api_request.return_token_ids:
             ending["token_ids"] = list(delta.token_ids)
@@ -328,7 +330,8 @@ class ChatGeneration(Generation):
     @override
     async def _make_engine_requests(self) -> list[EngineRequest]:
         api_request = self._api_request
-        # Keep special tokens in the text: tags of reasoning and tool calls may be special tokens.
+        # Keep special tokens in the text, because tags of reasoning and tool calls may be special
+        # tokens.
         others = {"skip_special_tokens": False} if self._is_parsed else {}
         params = api_request.sampling_params(
             api_request.max_answer_tokens, logprobs=api_request.num_logprobs, **others
@@ -356,7 +359,7 @@ class ChatGeneration(Generation):
         return "tools" if self._has_call_grammar else self._api_request.spec_path
 
     async def _make_spec(self, prompt_end: str) -> StructuredOutputs | None:
-        """Return the structured-output spec of the answer without its reasoning, or None."""
+        """Return the structured-output spec of the answer after its reasoning, or None."""
         api_request, config = self._api_request, self._serving.config
         spec = api_request.spec
         if self._has_call_grammar and config.tool_call_parser is not None:
@@ -380,8 +383,9 @@ class ChatGeneration(Generation):
     async def _check_call_grammar(self, spec: StructuredOutputs) -> None:
         """Raise ApiError if the grammar of an answer with tool calls does not compile.
 
-        To find the cause, compile each schema of the grammar alone, for `GrammarTrial.seconds` at
-        most. The error names the first schema that fails, or else `tools`.
+        To find the cause, compile each schema within the grammar separately, for at most
+        `GrammarTrial.seconds` each. The error names the first schema that fails, or `tools` if none
+        does.
         """
         try:
             await self._tokenizing.check_spec(spec, "tools", self._client)

@@ -172,14 +172,14 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         """Raise ApiError for `thread`, and for everything that a `ChatRequest` rejects."""
-        if self.thread is not None:  # on this error, Anthropic's client continues without threads
+        if self.thread is not None:  # after this error, Anthropic's client retries without `thread`
             problem = ": this server keeps no conversations: send the whole conversation"
             raise field_error("thread", problem, code=THREAD_UNSUPPORTED_CODE)
         _ = self.chat
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """The request as a `ChatRequest`. Errors name Anthropic's fields."""
+        """The request converted to a `ChatRequest`. Errors name the fields of Anthropic's API."""
         chat_messages = [message for _, message in self._chat_messages()]
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         try:
@@ -195,7 +195,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
             raise error.with_renamed_fields(self.field_names) from None
 
     def _chat_messages(self) -> Iterator[tuple[str, JsonObject]]:
-        """Yield the chat messages, each with the path of the field that it was made from."""
+        """Yield the chat messages, each with the path of the request field that contains it."""
         if self.system:
             yield "system", {"role": "system", "content": content_text(self.system)}
         for i, anthropic_message in enumerate(self.messages):
@@ -221,7 +221,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
         return ResponseFormat(type="json_schema", json_schema=schema)
 
     def _sampling_fields(self) -> JsonObject:
-        """Return the sampling fields of `chat`, which only a `MessagesRequest` sets."""
+        """Return the sampling fields for `chat`; empty except in a `MessagesRequest`."""
         return {}
 
 
@@ -392,7 +392,7 @@ class MessagesGeneration(ChatGeneration):
         return self._message()
 
     def _check_finished(self) -> None:
-        """Raise ApiError if the answer was cut short: no `stop_reason` of Anthropic says so."""
+        """Raise ApiError if the answer was cut short: Anthropic has no `stop_reason` for that."""
         if self._answer_events(0).finish_reason == "abort":
             raise unavailable_error("the answer was cut short because the server is shutting down")
 

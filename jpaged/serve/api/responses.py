@@ -61,7 +61,7 @@ _TEXT_TYPES: dict[ItemKind, str] = {
 
 
 class ContentPart(Body, frozen=True, kw_only=True):
-    """A text part of an item."""
+    """A text part of an input item's content."""
 
     drops_unknown_nulls: ClassVar[bool] = True
     type: Annotated[
@@ -156,7 +156,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """The request as a `ChatRequest`. Errors name fields of the Responses API."""
+        """The request converted to a `ChatRequest`. Errors name the fields of the Responses API."""
         chat_messages, _ = _ChatMessageBuilder(self).chat_messages()
         choice = self.tool_choice
         if isinstance(choice, ChosenFunctionTool):
@@ -224,7 +224,7 @@ class _ChatMessageBuilder:
         self._complete_last_message()
 
     def chat_messages(self) -> tuple[list[ChatMessage], list[int]]:
-        """Return the chat messages, and for each the index of the input item that it begins with.
+        """Return the chat messages, and for each message the index of its first input item.
 
         A message made from `instructions` has the index -1.
         """
@@ -255,7 +255,7 @@ class _ChatMessageBuilder:
                     self._open_assistant_message(index, is_text=True)["reasoning_content"] = text
 
     def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
-        """Return the last message if the assistant can continue it, otherwise a new message.
+        """Return the last message if it is an assistant's to continue, else a new message.
 
         Text after tool calls starts a new message.
         """
@@ -266,7 +266,7 @@ class _ChatMessageBuilder:
         return self._messages[-1]
 
     def _complete_last_message(self) -> None:
-        """Set `content` to "" if the last message is the assistant's and has only reasoning."""
+        """If the last message is an assistant's with only reasoning, set its `content` to ""."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
             last["content"] = ""
@@ -284,7 +284,8 @@ class ResponsesGeneration(ChatGeneration):
         self._request_body = request_body
         self._num_events = 0
 
-    keeps_streamed_text = True  # the last event of a stream repeats all items
+    # Needed because the last event of a stream repeats the text of all items.
+    keeps_streamed_text = True
 
     @override
     async def iter_body(self) -> AsyncGenerator[bytes, None]:

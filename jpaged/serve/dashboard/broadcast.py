@@ -1,8 +1,8 @@
 """The dashboard's HTTP endpoints: the page at `/`, its files, and its stream of pool diffs.
 
-While the dashboard has viewers, pool diffs are fetched from the engine a few times per second, once
-for all viewers. If a viewer reads too slowly, its unread diffs are dropped, and it gets a snapshot
-when it reads again. So even a slow viewer costs a bounded amount of memory.
+While the dashboard has viewers, a task fetches pool diffs from the engine a few times per second.
+All viewers get the same diffs. If a viewer reads too slowly, its unread diffs are dropped, and it
+gets a snapshot when it reads again. This limits the memory that a slow viewer takes.
 
 The page loads files only from this server. The Content-Security-Policy forbids the browser to load
 other files and to run inline scripts.
@@ -71,9 +71,10 @@ PAGE_PATHS = frozenset(
 class ViewerState(Enum):
     """State of a viewer in the stream of pool diffs."""
 
-    BEHIND = auto()  # the viewer is new or its diffs were dropped, and it has not read since then
-    WAITING = auto()  # the viewer tried to read, and needs a snapshot
-    FOLLOWING = auto()  # the viewer gets all diffs since its snapshot
+    # The viewer is new, or its diffs were dropped and it has not tried to read again.
+    BEHIND = auto()
+    WAITING = auto()  # the viewer waits to read, and needs a snapshot first
+    FOLLOWING = auto()  # the viewer has a snapshot, and gets all later diffs
 
 
 class Viewer:
@@ -99,7 +100,8 @@ class Viewer:
     def add_unread(self, message: bytes) -> None:
         """Append pool diffs for a viewer whose state is FOLLOWING.
 
-        If more than `MAX_UNREAD_BYTES` would be unread, drop all diffs and set the state to BEHIND.
+        If the viewer would then have more than `MAX_UNREAD_BYTES` unread bytes, drop all diffs and
+        set the state to BEHIND.
         """
         if self._unread and len(self._unread) + len(message) > MAX_UNREAD_BYTES:
             self.state, self._snapshot = ViewerState.BEHIND, b""
@@ -158,7 +160,7 @@ class Broadcast:
         """Yield the events for a new viewer, until the viewer leaves or the streams end.
 
         Raises:
-            ApiError: 503 if `MAX_VIEWERS` are connected, or the engine is gone.
+            ApiError: 503 if `MAX_VIEWERS` are connected, or the engine has ended.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise unavailable_error(f"{MAX_VIEWERS} dashboards are open already: close another one")
@@ -167,7 +169,8 @@ class Broadcast:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_retrieve_exception)
-        # Keep this task in a variable: if it fails, a later viewer replaces `self._task`.
+        # Keep the task in a local variable, because a later viewer replaces `self._task` if the
+        # task fails.
         task = self._task
         try:
             while not task.done():
@@ -204,7 +207,7 @@ class Broadcast:
         snapshot = (
             None if pool_diffs.snapshot is None else self._with_token_text(pool_diffs.snapshot)
         )
-        # Later diffs leave out the token text of a snapshot, so send it to all viewers.
+        # Later diffs do not repeat the token text of a snapshot, so send this text to all viewers.
         if snapshot is not None and snapshot.text:
             diffs.append(PoolDiff(snapshot.step, PoolChanges(), snapshot.text))
         if diffs or pool_diffs.stats != self._stats:

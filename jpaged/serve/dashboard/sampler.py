@@ -1,9 +1,9 @@
 """Sampling of the pool for the dashboard, between the steps of the engine.
 
 A sampler is idle until pool diffs are fetched. Then it samples after steps, but may use only a
-small fraction of the time. An idle engine saves up sampling time. So a single request is sampled
-after each of its steps, and the dashboard shows every change of its blocks. A busy engine is
-sampled after some of its steps only.
+small fraction of the time. While the engine is idle, the time budget for samples grows. So a single
+request is sampled after each of its steps, and the dashboard shows every change of its blocks. A
+busy engine is sampled after some of its steps only.
 
 A sampler stops when diffs are no longer fetched, or when sampling fails. The engine continues.
 """
@@ -59,7 +59,7 @@ class PoolSampler:
         self._budget_s, self._last_budget_update = MAX_BUDGET_S, clock()
 
     def after_step(self) -> None:
-        """Take a sample if the budget allows; the engine calls this after each step."""
+        """Take a sample if the time budget allows. `EngineWorker` calls this after each step."""
         self._num_steps += 1
         if self._watch is None:
             return
@@ -109,8 +109,9 @@ class PoolSampler:
         diff = self._make_diff(watch)
         if diff is not None and diff.changes:
             self._diffs.append(diff)
-        # A fetch takes a sample even if the budget is negative. Set a negative budget to 0 first,
-        # so that many fetches cannot stop the samples after steps for a long time.
+        # `fetch` takes a sample even if the time budget is negative. Reset a negative budget to 0
+        # before subtracting: otherwise, many fetches could prevent samples after steps for a long
+        # time.
         self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
     def _make_snapshot(self, tokens: bool) -> PoolDiff | None:

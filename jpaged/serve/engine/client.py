@@ -1,4 +1,4 @@
-"""The HTTP process's client of the engine process.
+"""Client with which the HTTP process uses the engine process.
 
     client = await EngineClient.connect(sock, options)
     info = await client.wait_ready()
@@ -22,6 +22,8 @@ from jpaged import EngineStats, RequestDelta, TextDelta, processes
 from jpaged.serve.engine.messages import (
     AbortRequests,
     Command,
+    ControlEngine,
+    ControlResult,
     EngineFailed,
     EngineInfo,
     EngineRequest,
@@ -68,8 +70,8 @@ class UpdateStream:
 
     Attributes:
         has_started: Whether an update has arrived.
-        max_separate_updates: Number of unread updates above which the updates of each request are
-            merged into one.
+        max_separate_updates: Maximum number of unread updates that stay separate. If there are
+            more, the updates of each request are merged.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class UpdateStream:
         if index is None or self._error is not None:
             return
         self.has_started = True
-        # Do not count the last delta. A beam search sends its whole answers in that delta, so the
-        # client had no chance to read them earlier.
+        # Do not count the last delta: a beam search sends its whole answers in the last delta, so
+        # the client could not have read them earlier.
         if not delta.finished:
             self._num_unread += sum(map(_delta_size, delta.deltas))
             if self._num_unread > MAX_UNREAD_TOKENS:
@@ -150,7 +152,7 @@ class UpdateStream:
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:
-        """Abort the unfinished requests, and raise `error` after the unread updates are read."""
+        """Abort the unfinished requests. The iterator raises `error` after the unread updates."""
         if self._error is None:
             self._error = error
             self._abort(self.unfinished_ids)
@@ -200,7 +202,19 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         text="".join(each.text for each in deltas),
         token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
         logprobs=[entry for chunk in logprobs for entry in chunk] if logprobs else None,
+        weight_versions=_join_versions(deltas),
     )
+
+
+def _join_versions(deltas: Sequence[TextDelta]) -> tuple[tuple[int, int], ...]:
+    """Return the weight versions of joined deltas, with indices in the joined tokens."""
+    joined, num_tokens = list[tuple[int, int]](), 0
+    for delta in deltas:
+        for version, index in delta.weight_versions:
+            if not joined or joined[-1][0] != version:
+                joined.append((version, num_tokens + index))
+        num_tokens += len(delta.token_ids)
+    return tuple(joined)
 
 
 class EngineClient:
@@ -223,6 +237,8 @@ class EngineClient:
         self._accepts_requests = True
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._pool_diffs: asyncio.Future[PoolDiffs] | None = None
+        self._controls: dict[int, asyncio.Future[ControlResult]] = {}
+        self._num_controls = 0
         self._listen_task = asyncio.create_task(self._listen(reader))
         self.closed = asyncio.Event()
 
@@ -276,7 +292,8 @@ class EngineClient:
             for request in requests:
                 self.runs[request.request_id] = run
                 if self._send(request) > _LARGE_MESSAGE_BYTES:
-                    await asyncio.sleep(0)  # let other responses send their events
+                    # Let the event loop serve other responses between large messages.
+                    await asyncio.sleep(0)
                 if run.is_over:  # a request was refused
                     break
             yield run
@@ -300,6 +317,29 @@ class EngineClient:
         self._pool_diffs = asyncio.get_running_loop().create_future()
         self._send(FetchPoolDiffs(snapshot, tokens))
         return await self._pool_diffs
+
+    async def control(self, action: Any, **arguments: Any) -> ControlResult:
+        """Call a method of the engine, and return the engine's state after it.
+
+        Args:
+            action, arguments: See `ControlEngine`.
+
+        Raises:
+            ApiError: The engine refused the call, or is not running.
+        """
+        if not self.is_ready:
+            raise unavailable_error("the engine is not running")
+        self._num_controls += 1
+        control_id = self._num_controls
+        self._controls[control_id] = asyncio.get_running_loop().create_future()
+        self._send(ControlEngine(control_id, action, arguments))
+        try:
+            result = await self._controls[control_id]
+        finally:
+            del self._controls[control_id]
+        if result.error is not None:
+            raise error_from_info(result.error)
+        return result
 
     def abort_all(self) -> None:
         """Abort all requests, and accept no more. The streams end without an error."""
@@ -338,7 +378,7 @@ class EngineClient:
                 self._handle_report(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except Exception as error:  # otherwise requests in flight would wait forever
+        except Exception as error:  # an uncaught error would let requests in flight wait forever
             reason = f"the engine process sent an invalid message: {error!r}"
         self.close(reason)
 
@@ -358,9 +398,13 @@ class EngineClient:
             case PoolDiffs():
                 if self._pool_diffs is not None and not self._pool_diffs.done():
                     self._pool_diffs.set_result(report)
+            case ControlResult():
+                future = self._controls.get(report.control_id)
+                if future is not None and not future.done():
+                    future.set_result(report)
 
     def close(self, reason: str) -> None:
-        """Mark the connection as closed, and fail everything that waits for the engine."""
+        """Mark the connection as closed, and end all waiting requests with an error."""
         if self.close_reason is not None:
             return
         self.close_reason = reason
@@ -369,9 +413,11 @@ class EngineClient:
             run.fail(unavailable_error("the engine stopped before the request finished: retry"))
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
-            self._info.exception()  # asyncio logs an exception that is never retrieved
-        if self._pool_diffs is not None and not self._pool_diffs.done():
-            self._pool_diffs.set_exception(unavailable_error("the engine is not running"))
+            # Retrieve the exception, because asyncio logs exceptions that are never retrieved.
+            self._info.exception()
+        for future in (self._pool_diffs, *self._controls.values()):
+            if future is not None and not future.done():
+                future.set_exception(unavailable_error("the engine is not running"))
 
 
 class EngineProcess:
@@ -397,7 +443,8 @@ class EngineProcess:
         await self.client.stop()
         if await self._exit_code(timeout) is None:
             self.kill()
-            await self._exit_code(timeout)  # a process that waits in a driver may not end
+            # Wait at most `timeout`: a process that hangs in a driver may not end.
+            await self._exit_code(timeout)
 
     def kill_and_close(self, reason: str) -> None:
         """Kill the process and fail all requests in flight. Do not wait for the process to end."""
@@ -405,7 +452,7 @@ class EngineProcess:
         self.client.close(reason)
 
     async def exit_description(self, timeout: float = 2.0) -> str:
-        """Return the name of the signal that ended the process, for the end of a log line.
+        """Return a text for a log line that names the signal which ended the process.
 
         Returns:
             An empty string if no signal ended the process, if `kill` sent the signal, or if the

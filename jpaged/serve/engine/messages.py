@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine process, encoded as MessagePack."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,7 +10,7 @@ from jpaged.errors import ErrorInfo
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Command to create `Engine(**options)`. The first command after the process has started."""
+    """First command to the process: create `Engine(**options)`."""
 
     options: dict[str, Any]
 
@@ -49,6 +49,20 @@ class FetchPoolDiffs(msgspec.Struct, tag=True):
 
     snapshot: bool
     tokens: bool
+
+
+class ControlEngine(msgspec.Struct, frozen=True, tag=True):
+    """Command to pause the engine, to let it sleep, or to update its weights.
+
+    Attributes:
+        control_id: Id of the `ControlResult`.
+        action: Name of a method of `Engine`; "state" only returns the state.
+        arguments: Keyword arguments of the method.
+    """
+
+    control_id: int
+    action: Literal["pause", "resume", "sleep", "wake_up", "update_weights", "state"]
+    arguments: dict[str, Any] = {}
 
 
 class StopEngine(msgspec.Struct, tag=True):
@@ -94,6 +108,22 @@ class RequestRefused(msgspec.Struct, tag=True):
     error: ErrorInfo
 
 
+class ControlResult(msgspec.Struct, frozen=True, tag=True):
+    """Report that a `ControlEngine` was carried out or refused, with the state of the engine.
+
+    Attributes:
+        control_id: Id of the command.
+        is_paused, is_sleeping, weights_version: See `Engine`.
+        error: Why the command was refused; None if it was carried out.
+    """
+
+    control_id: int
+    is_paused: bool
+    is_sleeping: bool
+    weights_version: int
+    error: ErrorInfo | None = None
+
+
 class EngineUpdate(msgspec.Struct, tag=True):
     """Report of one iteration of the engine process.
 
@@ -126,8 +156,8 @@ class PoolDiffs(msgspec.Struct, tag=True):
     """Report of the changes of the pool since the last fetch, for the dashboard.
 
     Attributes:
-        epoch: Number of times that the sampler has started. Changes between two epochs are
-            missing.
+        epoch: Number of times that the sampler has started. Changes that occur between two epochs
+            are not reported.
         diffs: Pool diffs in order of time.
         stats: Current statistics of the engine.
         snapshot: Diff between an empty pool and the state after `diffs`. The first report of an
@@ -142,8 +172,8 @@ class PoolDiffs(msgspec.Struct, tag=True):
     failed: bool = False
 
 
-Command = StartEngine | EngineRequest | AbortRequests | FetchPoolDiffs | StopEngine
-Report = EngineInfo | EngineFailed | RequestRefused | EngineUpdate | PoolDiffs
+Command = StartEngine | EngineRequest | AbortRequests | FetchPoolDiffs | ControlEngine | StopEngine
+Report = EngineInfo | EngineFailed | RequestRefused | EngineUpdate | PoolDiffs | ControlResult
 
 encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder().encode
 """Encode a message as MessagePack."""

@@ -95,7 +95,7 @@ class TokenizingService:
         self._max_token_characters = max(map(len, tokenizer.hf_tokenizer.get_vocab()))
         self._workers = TokenizingWorkers(process, text_timeout)
         self._trial_workers = TokenizingWorkers(process, text_timeout, max_short_bytes=None)
-        # Result of each trial and the time at which the trial ended, by the digest of the job.
+        # For each job's digest, the trial's result and the time at which the trial ended.
         self._trial_results: OrderedDict[bytes, tuple[TokenizeResult, float]] = OrderedDict()
         self._trial_locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
             WeakValueDictionary()
@@ -104,7 +104,7 @@ class TokenizingService:
     async def check_template(self) -> None:
         """Check the syntax of the server's chat template with a test message.
 
-        The template may refuse the message for other reasons.
+        Errors that the template itself raises are ignored.
 
         Raises:
             ValueError: The template has a syntax error.
@@ -119,7 +119,7 @@ class TokenizingService:
     async def check_tools(self) -> None:
         """Check that the chat template writes the tools of a test conversation.
 
-        The template may refuse the conversation.
+        Errors that the template itself raises are ignored.
 
         Raises:
             ValueError: The template ignores tools.
@@ -195,13 +195,13 @@ class TokenizingService:
         return await self._run_job(replace(job, max_num_tokens=max_num_tokens), path)
 
     async def check_spec(self, spec: StructuredOutputs, path: str, client: str) -> None:
-        """Try a structured-output spec in a fork, or use the remembered result of a trial.
+        """Try a structured-output spec in a fork, unless the result of an earlier trial is known.
 
         Args:
             spec: Structured-output spec. A spec that exceeds a limit or crashes the fork fails only
                 this request.
             path: Path of the spec's field, for errors.
-            client: Id of the client. Clients take turns in trials.
+            client: Id of the client. The trials of different clients take turns.
 
         Raises:
             ApiError: The spec cannot be compiled or exceeds a limit. The status is 503 if the fork
@@ -220,9 +220,10 @@ class TokenizingService:
             raise internal_error()
 
     async def _run_trial(self, job: TokenizeJob, client: str) -> TokenizeResult:
-        """Return the result of a trial. Remember the result unless it is an internal error."""
+        """Run a trial, store its result unless it is an internal error, and return the result."""
         digest = hashlib.sha256(_encoder.encode(job)).digest()
-        # Concurrent requests of one client with the same spec share one trial.
+        # If a client sends several concurrent requests with the same spec, one trial serves all of
+        # them.
         lock = self._trial_locks.setdefault((client, digest), asyncio.Lock())
         async with lock:
             result, since = self._trial_results.get(digest, (None, 0.0))
@@ -252,7 +253,7 @@ class TokenizingService:
         return {decode([token_id]): token_id for token_id in self._tokenizer.special_token_ids}
 
     def text_end(self, token_ids: list[int]) -> str:
-        """Return the end of a prompt's text, which may contain the start of the reasoning."""
+        """Return the last part of a prompt's text, in which reasoning may already have started."""
         return self._tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:])
 
     def token_text(self, token_id: int) -> str:
@@ -272,7 +273,7 @@ class TokenizingService:
         )
 
     def num_characters(self, token_id: int) -> int:
-        """Return the number of characters whose first byte is in the token."""
+        """Return the number of characters that begin in the token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
     def close(self) -> None:
@@ -283,7 +284,7 @@ class TokenizingService:
     async def _run_job(self, job: TokenizeJob, path: str) -> TokenizeResult:
         """Return the result of a job, and raise `ApiError` if the job fails.
 
-        A text with too many characters is refused without a fork.
+        Refuse a text with too many characters without using a fork.
         """
         texts = [each["content"] for each in job.messages or ()] or [job.text or ""]
         num_characters = sum(map(len, texts))
@@ -383,7 +384,7 @@ class TokenizingWorkers:
                         self._process, 0 if takes_long else _SHORT_JOB_CPU_S
                     )
                     result = await fork.run_job(queued_job, self._timeout)
-                except Exception as error:  # no error may end this loop, which runs all jobs
+                except Exception as error:  # an error must not end this loop, which runs all jobs
                     code = None
                     if fork is not None:
                         if isinstance(error, EOFError):
@@ -432,8 +433,8 @@ class TokenizingWorkers:
                     _worker_error(f"ended {queued_job.num_tries} times")
                 )
         elif isinstance(error, TimeoutError) and queued_job.is_trial:
-            # The CPU time of a trial is limited separately. If the wall time runs out first, the
-            # machine was probably too busy, so the client should retry.
+            # A trial has limits of CPU time and of wall time. If the wall time runs out first, the
+            # machine was probably busy, so the client should retry.
             words = f"checking the output schema took longer than {self._timeout:g} seconds: retry"
             queued_job.future.set_exception(unavailable_error(words, 1))
         elif isinstance(error, TimeoutError):
@@ -444,9 +445,11 @@ class TokenizingWorkers:
                 _worker_error(f"was killed ({signal.Signals(-code).name})")
             )
         elif code is not None and code >= 0:
-            # No limit was exceeded: that would end the fork by a signal.
+            # The fork exited by itself, so no limit was exceeded: a signal would have ended the
+            # fork.
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
-        elif isinstance(error, EOFError):  # native code aborts when memory runs out
+        # The likely cause is native code, which aborts when memory runs out.
+        elif isinstance(error, EOFError):
             most = self._process.settings.max_memory // MIB
             queued_job.future.set_result(
                 TokenizeResult(exceeded_limit=f"more than the limit of {most} MiB of memory")
@@ -476,7 +479,7 @@ class _QueuedJob:
 
 
 class _FairQueue:
-    """Waiting jobs, in which clients take turns."""
+    """Queue of waiting jobs in which clients take turns."""
 
     def __init__(self):
         self._jobs_by_client: OrderedDict[str, deque[_QueuedJob]] = OrderedDict()
@@ -491,7 +494,8 @@ class _FairQueue:
             client, queued_jobs = self._jobs_by_client.popitem(last=False)
             queued_job = queued_jobs.popleft()
             if queued_jobs:
-                self._jobs_by_client[client] = queued_jobs  # the client's next turn comes last
+                # Put the client at the end, so that clients take turns.
+                self._jobs_by_client[client] = queued_jobs
             if not queued_job.future.done():
                 return queued_job
         return None

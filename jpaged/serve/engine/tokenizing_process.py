@@ -84,7 +84,7 @@ class TokenizeResult(msgspec.Struct, frozen=True, omit_defaults=True):
         strings: Text of each token.
         is_longer: Whether the job was skipped because it has more than `max_num_tokens` tokens.
         job_error: Why the job is invalid; None if the job is valid.
-        exceeded_limit: Limit of time or memory that the job exceeded, in words.
+        exceeded_limit: Text that names the limit of time or memory that the job exceeded.
         template_error: Line and description of a syntax error in the chat template.
         internal_error: Unexpected error that ended the job, for the log.
     """
@@ -100,7 +100,7 @@ class TokenizeResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StartFork(msgspec.Struct, frozen=True, tag=True):
-    """Command to the tokenizing process to fork. The fork's channel comes with the message.
+    """Command to fork the tokenizing process. The fork's channel is sent with the message.
 
     Attributes:
         number: Number of the new fork.
@@ -112,10 +112,10 @@ class StartFork(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndFork(msgspec.Struct, frozen=True, tag=True):
-    """Command to the tokenizing process to kill a fork that may already have ended.
+    """Command to kill a fork of the tokenizing process. The fork may have ended already.
 
-    If a socket comes with the message, the process sends the fork's exit code to the socket: minus
-    the signal's number if a signal ended the fork, and None if the fork is unknown.
+    If a socket is sent with the message, the process writes the fork's exit code to the socket:
+    minus the signal's number if a signal ended the fork, and None if the fork is unknown.
 
     Attributes:
         number: Number of the fork.
@@ -185,7 +185,7 @@ class TokenizingProcess:
         return self._send_with_socket(EndFork(number))
 
     def _send_with_socket(self, command: StartFork | EndFork) -> socket.socket:
-        """Send a command and one end of a new socket pair. Return the other end."""
+        """Send a command with one end of a new socket pair, and return the other end."""
         ours, theirs = processes.socket_pair()
         with theirs:
             try:
@@ -198,11 +198,11 @@ class TokenizingProcess:
 
     def end_fork(self, number: int) -> None:
         """Send the command to kill a fork, without waiting for the fork to end."""
-        with suppress(OSError):  # the process has ended, and its forks with it
+        with suppress(OSError):  # the process has ended, which also ended its forks
             processes.send(self._child.sock, _encode(EndFork(number)))
 
     def restart(self, num_starts_before: int) -> None:
-        """Restart the process and wait until it is ready, unless another caller has restarted it.
+        """Restart the process unless another caller did, and wait until it is ready.
 
         Args:
             num_starts_before: Value of `num_starts` when the caller last used the process.
@@ -223,12 +223,15 @@ class TokenizingProcess:
     def _start(self) -> None:
         child = processes.Child(
             "jpaged.serve.engine.tokenizing_process",
-            is_group_leader=True,  # only the server gets Ctrl-C; killing the group kills all forks
+            # Ctrl-C then reaches only the server, and all forks can be killed together.
+            is_group_leader=True,
             extra_env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
-        with suppress(OSError):  # if the process has ended, `wait_ready` raises an error
+        # Ignore that the process has ended: `wait_ready` will raise an error.
+        with suppress(OSError):
             processes.send(child.sock, _encode(self.settings))
-        # Assign `_child` last: the event loop must not send a command before the settings.
+        # Assign `_child` last. The event loop may send commands as soon as it is set, and the
+        # settings must be the first message.
         self._child, self._is_ready = child, False
         self.num_starts += 1
 
@@ -239,7 +242,7 @@ def main(control: socket.socket) -> int:
     Args:
         control: Channel to the server.
     """
-    # The server ends this process when its requests have finished.
+    # Ignore SIGTERM, because the server ends this process after its requests have finished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     payload = processes.receive(control)
     if payload is None:
@@ -253,14 +256,14 @@ def main(control: socket.socket) -> int:
     processes.send(control, _encode(None))
     decoder = msgspec.msgpack.Decoder(StartFork | EndFork)
     gc.collect()
-    gc.freeze()  # a garbage collection in a fork would copy the shared memory pages
+    gc.freeze()  # otherwise, a garbage collection in a fork would copy the shared memory pages
     pids: dict[int, int] = {}
     while (payload := processes.receive(control, files := list[int]())) is not None:
         match decoder.decode(payload):
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)  # no effect on a fork that has ended
+                    os.kill(pid, signal.SIGKILL)  # has no effect if the fork has ended already
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
                     with socket.socket(fileno=file) as reply_socket, suppress(OSError):
@@ -271,13 +274,13 @@ def main(control: socket.socket) -> int:
                     os.close(files[0])
                     continue
                 control.close()
-                # Keep the channel open until the exit. When the channel closes, the server has
-                # the fork killed, which would change the exit code of a running fork.
+                # Keep the channel open until the fork exits: when the channel closes, the server
+                # orders the kill of the fork, which would change the exit code.
                 channel = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)
                     _run_jobs(channel, runner, max_cpu_seconds)
-                except BrokenPipeError:  # the server closed the channel during a job
+                except BrokenPipeError:  # the server has closed the channel during a job
                     pass
                 except Exception:
                     traceback.print_exc()
@@ -300,7 +303,7 @@ def _run_jobs(channel: socket.socket, runner: "TokenizeJobRunner", max_cpu_secon
 
 def _limit_memory(max_bytes: int) -> None:
     _set_limit(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # without /proc the memory is not limited
+    with suppress(OSError):  # if /proc is missing, the memory is not limited
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + max_bytes)
 

@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jpaged import Engine, RequestDelta, processes
@@ -26,6 +27,8 @@ from jpaged.serve.dashboard.sampler import PoolSampler
 from jpaged.serve.engine.messages import (
     AbortRequests,
     Command,
+    ControlEngine,
+    ControlResult,
     EngineFailed,
     EngineInfo,
     EngineRequest,
@@ -68,8 +71,12 @@ class EngineWorker:
         self._sampler = PoolSampler(engine)
         self._is_stopped = False
         self._stats_due = 0.0
-        # Unsent deltas of the requests whose prompt log-probabilities were split.
+        # Unsent deltas, by request id, of requests whose prompt log-probabilities are sent in
+        # chunks.
         self._chunks_by_request: dict[str, deque[RequestDelta]] = {}
+        # The command that pauses the engine when all requests have finished, and later commands.
+        self._pending_pause: ControlEngine | None = None
+        self._held_commands: list[EngineRequest | ControlEngine] = []
 
     def run(self) -> None:
         """Run commands and steps until `StopEngine` arrives or the channel closes.
@@ -94,11 +101,19 @@ class EngineWorker:
 
     def _run_iteration(self) -> None:
         self._handle_commands()
-        if self._engine.has_work:
+        if self._is_busy:
             self._engine.advance()
             self._sampler.after_step()
+        if self._pending_pause is not None and not self._engine.has_work:
+            self._end_pending_pause(self._pending_pause)
         if self._link.is_flushed:
             self._send_update()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the engine has steps to run."""
+        engine = self._engine
+        return engine.has_work and not (engine.is_paused or engine.is_sleeping)
 
     def _send(self, report: Report) -> None:
         self._link.send(encode(report))
@@ -108,8 +123,8 @@ class EngineWorker:
         return None if message is None else decode_command(message)
 
     def _handle_commands(self) -> None:
-        """Run the waiting commands. While requests run, stop after `_MAX_COMMANDS_TIME_S`."""
-        is_busy = self._engine.has_work
+        """Run all received commands; while requests run, for at most `_MAX_COMMANDS_TIME_S`."""
+        is_busy = self._is_busy
         can_send = self._chunks_by_request and self._link.is_flushed
         command = self._receive(0.0 if is_busy or can_send else HEARTBEAT_INTERVAL_S)
         deadline = time.monotonic() + _MAX_COMMANDS_TIME_S
@@ -122,10 +137,11 @@ class EngineWorker:
     def _send_update(self) -> None:
         deltas, now = self._engine.take_deltas(), time.monotonic()
         for delta in deltas:
-            if delta.error is not None:  # the client may get only a reference to the log
+            # Log the error here, because the client may get only a reference to the log.
+            if delta.error is not None:
                 log_line(f"{delta.request_id}: {delta.error}")
         deltas = self._split_deltas(deltas)
-        is_idle = not self._engine.has_work
+        is_idle = not self._is_busy
         stats = None
         if is_idle or now >= self._stats_due:
             stats, self._stats_due = self._engine.stats(), now + _STATS_INTERVAL_S
@@ -155,15 +171,24 @@ class EngineWorker:
             to_send.append(chunks.popleft())
             while chunks and not chunks[0].prompt_logprobs:  # such deltas are small
                 to_send.append(chunks.popleft())
-            if chunks:  # move this request to the end, so that requests take turns
+            if chunks:  # put this request at the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks
         return to_send
 
     def _handle_command(self, command: Command) -> None:
         match command:
+            case EngineRequest() | ControlEngine() if self._must_hold(command):
+                self._held_commands.append(command)
             case EngineRequest():
                 self._add_request(command)
+            case ControlEngine():
+                self._control(command)
             case AbortRequests():
+                self._held_commands = [
+                    it
+                    for it in self._held_commands
+                    if not (isinstance(it, EngineRequest) and it.request_id in command.request_ids)
+                ]
                 for request_id in command.request_ids:
                     self._chunks_by_request.pop(request_id, None)
                     self._engine.abort(request_id)
@@ -171,6 +196,50 @@ class EngineWorker:
                 self._send(self._sampler.fetch(command.snapshot, command.tokens))
             case StopEngine():
                 self._is_stopped = True
+
+    def _must_hold(self, command: EngineRequest | ControlEngine) -> bool:
+        """Return whether the command must wait until the engine has paused."""
+        asks_state = isinstance(command, ControlEngine) and command.action == "state"
+        return self._pending_pause is not None and not asks_state
+
+    def _control(self, command: ControlEngine) -> None:
+        """Carry out a command and report its result. A pause with mode="wait" begins later."""
+        engine, arguments, error = self._engine, dict(command.arguments), None
+        folder = arguments.pop("path", None)
+        if command.action == "pause" and arguments.get("mode") == "wait" and not engine.is_paused:
+            self._pending_pause = command
+            return
+        try:
+            if command.action == "update_weights":
+                engine.update_weights(Path(folder), **arguments)
+            elif command.action != "state":
+                getattr(engine, command.action)(**arguments)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            log_line(f"{command.action}: {problem}")
+            text = str(problem)
+            if folder is not None:  # the client may not see where the server keeps its files
+                text = text.replace(folder, Path(folder).name)
+            error = error_info(ValueError(text))
+        self._send(
+            ControlResult(
+                command.control_id,
+                engine.is_paused,
+                engine.is_sleeping,
+                engine.weights_version,
+                error,
+            )
+        )
+        if error is not None:
+            engine.advance()  # raises if the error has ended the engine
+
+    def _end_pending_pause(self, command: ControlEngine) -> None:
+        """Pause the engine, and handle the commands that arrived in the meantime."""
+        self._pending_pause = None
+        arguments = {**command.arguments, "mode": "keep"}
+        self._control(ControlEngine(command.control_id, "pause", arguments))
+        held, self._held_commands = self._held_commands, []
+        for each in held:
+            self._handle_command(each)
 
     def _add_request(self, request: EngineRequest) -> None:
         name, ids, salt = request.request_id, request.prompt_token_ids, request.cache_salt
@@ -181,14 +250,15 @@ class EngineWorker:
             )
         except (TypeError, ValueError) as error:
             self._send(RequestRefused(name, error_info(error)))
-        except Exception as error:  # fail only this request; a broken engine fails in `advance`
+        # Fail only this request; if the engine itself is broken, `advance` will raise an error.
+        except Exception as error:
             log_line(f"{name}: {error!r}")
             info = ErrorInfo("", ("the request failed",), kind=ErrorKind.INTERNAL)
             self._send(RequestRefused(name, info))
 
 
 def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """Split a delta's prompt log-probabilities into chunks. The last chunk has all other fields."""
+    """Split a delta's prompt log-probabilities into chunks; the last also has all other fields."""
     scores = delta.prompt_logprobs
     while scores is not None and len(scores) > LOGPROBS_CHUNK_SIZE:
         cached = delta.num_cached_tokens
@@ -212,7 +282,7 @@ def _engine_info(engine: Engine) -> EngineInfo:
 
 
 def describe_start_error(error: Exception) -> str:
-    """Return why the engine could not be started. Print the traceback of an unexpected error."""
+    """Return a text that says why the engine could not be started."""
     message = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message:
         remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
@@ -244,7 +314,8 @@ def main(sock: socket.socket, parent: str) -> int:
         sock: Channel to the HTTP process.
         parent: Process id of the HTTP process. This process exits when the HTTP process ends.
     """
-    # Some supervisors send SIGTERM to the whole process group. The parent decides when to stop.
+    # Ignore SIGTERM, which some supervisors send to the whole process group: the parent process
+    # decides when this process stops.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     link = processes.MessageSocket(sock)

@@ -44,12 +44,12 @@ class Access:
     """Checks the Host header and the API key of requests.
 
     "localhost" and loopback addresses are always allowed as the Host, with any port. A request
-    without a Host header is allowed too: it cannot come from a browser.
+    without a Host header is allowed too, because it cannot come from a browser.
 
     Args:
         keys: Accepted API keys. If empty, requests need no key.
-        hosts: Other allowed host names, as `normalize_host` returns them. Every host is allowed if
-            `hosts` is None or contains `ANY_HOST`.
+        hosts: Additional allowed host names, as `normalize_host` returns them. Every host is
+            allowed if `hosts` is None or contains `ANY_HOST`.
         has_dashboard: Whether the server has the dashboard. HTTP Basic is accepted only then.
     """
 
@@ -63,7 +63,7 @@ class Access:
 
         Raises:
             ApiError: 403 if the Host is not allowed; 401 if the request needs a key and has no
-                valid one; 403 if another site's page made the browser send the credentials.
+                valid one; 403 if a page of another site made the browser send the credentials.
         """
         self._check_host(Headers(scope=scope).get("host", ""))
         if self._key_digests and scope["path"] not in UNAUTHENTICATED_PATHS:
@@ -79,7 +79,8 @@ class Access:
     def _check_key(self, scope: Scope) -> None:
         scheme, key = _credentials(scope)
         digest = _digest(key)
-        # Compare with every key: stopping at a match would leak information through timing.
+        # Compare with every key, because stopping at the first match would leak information through
+        # timing.
         is_known = (
             sum(hmac.compare_digest(digest, known_digest) for known_digest in self._key_digests) > 0
         )
@@ -127,15 +128,15 @@ def _password(encoded: str) -> str:
 
 
 def _is_first_party(scope: Scope) -> bool:
-    """Return whether the user or this server's page, not another site, caused the request.
+    """Return whether the user or a page of this server, rather than another site, sent the request.
 
-    Browsers send Sec-Fetch-Site, except over plain HTTP to another machine. There, the Origin
-    header decides: browsers send it with every request that may change something.
+    Browsers send Sec-Fetch-Site, except over plain HTTP to another machine. In this case, the
+    Origin header decides, which browsers send with every request that may change something.
     """
     headers = Headers(scope=scope)
     site, has_safe_method = headers.get("sec-fetch-site"), scope["method"] in _SAFE_METHODS
     if site is not None:
-        # Accept requests that result from a link on another site to the dashboard.
+        # Also accept the dashboard's page if the user followed a link on another site.
         is_navigation = has_safe_method and (
             site == "none" or headers.get("sec-fetch-mode") == "navigate"
         )

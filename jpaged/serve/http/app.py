@@ -38,6 +38,7 @@ from jpaged.serve.errors import ApiError
 from jpaged.serve.http.access import UNAUTHENTICATED_PATHS, Access, client_id
 from jpaged.serve.http.bodies import BodyReader
 from jpaged.serve.http.connections import SurplusGuard
+from jpaged.serve.http.control import ControlEndpoints
 from jpaged.serve.http.exchange import (
     GeneratorResponse,
     encode_json,
@@ -195,6 +196,9 @@ class App:
         self._serving = serving
         config = serving.config
         self._access = Access(config.api_keys, config.allowed_hosts, has_dashboard=config.dashboard)
+        self._control_access = Access(
+            config.control_api_keys, config.allowed_hosts, has_dashboard=False
+        )
         self._bodies = BodyReader(config.limits)
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
@@ -216,6 +220,11 @@ class App:
         ]
         if config.dashboard:
             routes += dashboard_routes(serving)
+        self._control_paths: frozenset[str] = frozenset()
+        if config.control_api_keys:
+            control = ControlEndpoints(serving, self._bodies)
+            routes += control.routes
+            self._control_paths = control.paths
         self._router = Router(routes, redirect_slashes=False, default=_raise_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,8 +242,10 @@ class App:
         if scope["type"] != "http":
             return
         try:
-            self._access.check(scope)
-            # If "app" is set, Starlette's routes raise errors instead of answering in plain text.
+            is_control = scope["path"] in self._control_paths
+            (self._control_access if is_control else self._access).check(scope)
+            # If "app" is set in the scope, Starlette's routes raise errors instead of sending plain
+            # text.
             scope = {**scope, "app": self}
             with self._bodies.track_buffered_bytes(scope):
                 await self._router(scope, receive, send_and_watch_start)
@@ -351,7 +362,7 @@ class App:
     async def _read_body(self, request: Request, body_type: type[T]) -> T:
         """Read the body of a request as a `body_type`.
 
-        A body may always have as many token ids as the model's maximum length.
+        The limit on values allows at least as many token ids as the model's maximum length.
         """
         serving = self._serving
         min_limit = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES

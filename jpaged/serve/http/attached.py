@@ -60,9 +60,9 @@ def serve(engine: Engine, **options: Any) -> None:
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen[Any]) -> Iterator[list[int]]:
-    """Send SIGTERM to a process instead of handling SIGTERM and SIGINT in this process.
+    """In the `with` block, forward SIGTERM and SIGINT to another process, both as SIGTERM.
 
-    Python handles signals in the main thread only, so in another thread do nothing.
+    Python handles signals only in the main thread, so other threads forward nothing.
 
     Yields:
         The signals that have arrived.
@@ -99,7 +99,7 @@ def main(sock: socket.socket) -> int:
 
 
 def _read_config(fields: Mapping[str, Any]) -> ServeConfig:
-    """Return the options that the parent sent as JSON, which has lists instead of tuples."""
+    """Return the options that the parent sent as JSON. Lists become tuples again."""
     given = {**fields, **fields["limits"]}
     del given["limits"]
     return make_serve_config(

@@ -50,7 +50,7 @@ _LONG_STRING_BYTES = 16 * 1024
 _STRING_CHUNK_BYTES = 64 * 1024
 """Number of bytes of a long string that are decoded per call, which takes 0.25 ms."""
 
-_ESCAPE_SIZE = 6  # bytes of an escape like \uXXXX
+_ESCAPE_SIZE = 6  # number of bytes in an escape like \uXXXX
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
 _MAX_SEARCHED_BYTES = 2**20
@@ -78,12 +78,14 @@ _MAX_EXACT_FLOAT = 2**53
 
 _SCALAR_TYPES = frozenset({int, float, bool, str, type(None)})
 
-# Weight of each byte outside strings. The comma or colon before a value counts 1. The value's
-# closing quote, decimal point or opening bracket counts the other 3.
+# Weight of each byte outside strings, for counting values. The comma or colon before a value counts
+# 1. A closing quote, a decimal point or an opening bracket counts 3 more, because such values take
+# longer to build.
 _VALUE_COUNTS = np.zeros(256, np.uint8)
 _VALUE_COUNTS[list(b",:")] = 1
 _VALUE_COUNTS[list(b'".')] = 3
-_VALUE_COUNTS[list(b"[{")] = 4  # includes 1 for the first item, which has no comma before it
+# 3, plus 1 for the first item of the array or object, which has no comma before it.
+_VALUE_COUNTS[list(b"[{")] = 4
 
 
 class BodyReader:
@@ -113,7 +115,7 @@ class BodyReader:
             request: Request whose body has not been read yet.
             convert: Converts the JSON value, possibly in another thread. It raises ApiError for a
                 value that is not acceptable.
-            max_values: Limit on the JSON values; see `parse_json`.
+            max_values: Maximum number of JSON values; see `parse_json`.
 
         Raises:
             ApiError: 413 if the body is too large; 503 if the total size of all bodies is too
@@ -133,7 +135,8 @@ class BodyReader:
     async def _read_body(self, request: Request) -> bytearray:
         limits, limit = self._limits, self._limits.max_body_bytes
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Other types need no CORS preflight, so a page of another site could send them.
+        # Refuse other content types, because a page of another site can send them without a CORS
+        # preflight.
         if media_type != "application/json":
             raise ApiError(415, "send JSON, with the header Content-Type: application/json")
         declared = request.headers.get("content-length", "0")
@@ -160,11 +163,11 @@ class BodyReader:
 
 
 def parse_json(body: bytes | bytearray, max_values: int) -> Any:
-    """Parse a JSON text that has only one possible meaning, and return its value.
+    """Parse a JSON text strictly, and return its value.
 
-    Values are weighted by the time it takes to build them. An integer, true, false or null counts
-    as one. A string, a key, a fraction, an array or an object counts as four. A long number counts
-    as one more for about every eight digits.
+    Values count towards the limit by the time that building them takes. An integer, true, false or
+    null counts as one. A string, a key, a fraction, an array or an object counts as four. A long
+    number counts as one more for about every eight digits.
 
     Args:
         body: JSON text in UTF-8.
@@ -212,7 +215,7 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
             chunk, at = chunk[:-1], at - 1
         if in_string and b'"' not in chunk:
             continue
-        if b"\\" in chunk:  # an escaped quote does not end a string
+        if b"\\" in chunk:  # ignore escaped quotes, which do not end a string
             chunk = chunk.replace(b"\\\\", b"..").replace(b'\\"', b"..")
         codes = np.frombuffer(chunk, np.uint8)
         quotes = codes == ord('"')
@@ -234,7 +237,7 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
 
 
 def _ends_in_escape(chunk: bytes | bytearray) -> bool:
-    """Return whether the last byte is a backslash that is not escaped itself."""
+    """Return whether the last byte is a backslash that starts an escape."""
     return chunk.endswith(b"\\") and (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 == 1
 
 
@@ -261,8 +264,8 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
             raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        # If a digit is directly before or after the string in invalid JSON, the spaces keep it
-        # from becoming a part of the number.
+        # The spaces separate the number from digits directly before or after the string, which
+        # invalid JSON may have.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))
@@ -293,14 +296,14 @@ def _decode_string(body: bytes | bytearray, start: int, end: int) -> str:
 
 
 def _last_boundary(chunk: bytes | bytearray) -> int:
-    """Return the last index at which a cut splits neither a character nor an escape."""
+    """Return the last index where a cut splits neither a character nor an escape sequence."""
     end = len(chunk) - 1
     at = chunk.rfind(b"\\", end - _ESCAPE_SIZE, end)
     if at >= 0 and _ends_in_escape(chunk[: at + 1]):
         high = at - _ESCAPE_SIZE
         is_pair = _HIGH_SURROGATE.match(chunk, high) and _ends_in_escape(chunk[: high + 1])
         return high if is_pair else at
-    for _ in range(3):  # a character has at most 3 continuation bytes
+    for _ in range(3):  # a UTF-8 character has at most 3 continuation bytes
         end -= chunk[end] & 0xC0 == 0x80
     return end
 
@@ -328,7 +331,7 @@ def _count_digit_groups(codes: np.ndarray, outside: np.ndarray) -> int:
 
     Args:
         codes: Bytes of the body as numbers.
-        outside: Whether each byte is outside strings.
+        outside: For each byte, whether the byte is outside strings.
 
     Raises:
         ApiError: All bytes of an aligned group of `_MAX_DIGITS` are digits.
@@ -349,12 +352,13 @@ def _parse_number(text: str) -> float:
     return int(number) if number.is_integer() and abs(number) < _MAX_EXACT_FLOAT else number
 
 
-# For a float of many digits, msgspec's own conversion takes 10 us and `_parse_number` 0.3 us.
+# For a float with many digits, msgspec's own conversion takes 10 us, but `_parse_number` only 0.3
+# us.
 _decoder = msgspec.json.Decoder(float_hook=_parse_number)
 
 
 def _count_names(value: Any) -> int:
-    """Count the keys of all objects, level by level: recursion could exhaust the stack."""
+    """Count the keys of all objects, without recursion, which could exhaust the stack."""
     level, found = _child_containers([value]), 0
     for _ in range(MAX_JSON_DEPTH):
         found += sum(len(each) for each in level if isinstance(each, dict))
@@ -373,7 +377,7 @@ def _child_containers(value: dict[str, Any] | list[Any]) -> list[dict[str, Any] 
 
 
 def _duplicate_name_error(body: bytes | bytearray) -> ApiError:
-    """Return an error that names the key that an object has twice."""
+    """Return the error for an object that has the same key twice. The error names the key."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
@@ -391,7 +395,7 @@ def _duplicate_name_error(body: bytes | bytearray) -> ApiError:
 
 
 def _lone_surrogate_error(body: bytes | bytearray) -> ApiError | None:
-    """Return an error that names the field with a lone surrogate, or None.
+    """Return an error that names the field with a lone surrogate; None if no field has one.
 
     A body larger than `_MAX_SEARCHED_BYTES` is not searched, because other requests would wait.
     """

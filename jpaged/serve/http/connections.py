@@ -58,7 +58,7 @@ _QUOTED_BYTES = re.compile(r": (?:b|bytearray\(b)['\"]")
 def make_bounded_protocol(
     limits: Limits, num_spare: int = NUM_SPARE_CONNECTIONS
 ) -> type["BoundedProtocol"]:
-    """Return a subclass of `BoundedProtocol` with these limits, for uvicorn."""
+    """Return a subclass of `BoundedProtocol` that has the given limits, for uvicorn."""
     attributes = {"limits": limits, "num_spare": num_spare}
     return type("BoundedProtocol", (BoundedProtocol,), attributes)
 
@@ -66,10 +66,10 @@ def make_bounded_protocol(
 class BoundedProtocol(H11Protocol):
     """HTTP connection that limits slow clients and the number of connections.
 
-    A connection above `limits.max_connections` is marked as surplus, and `SurplusGuard` refuses its
-    requests. If more than `num_spare` connections are surplus, the oldest idle or lingering one is
-    closed. uvicorn's own limit would refuse all requests in plain text, including health checks and
-    requests on older connections.
+    Each connection beyond `limits.max_connections` is marked as surplus, and `SurplusGuard` refuses
+    its requests. If more than `num_spare` connections are surplus, the oldest idle or lingering
+    connection is closed. uvicorn's own limit would refuse all requests in plain text, including
+    health checks and requests on older connections.
 
     Attributes:
         limits: Limits of the server.
@@ -82,10 +82,11 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn: StrictConnection = StrictConnection(self.limits.max_header_bytes)
-        # Connections that may be closed to make room, oldest first. All connections share the dict.
+        # Idle or lingering connections, oldest first, which may be closed to make room. All
+        # connections share this dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
-        self._request_start = 0.0  # time of the event loop when the request began
+        self._request_start = 0.0  # event-loop time at which the request began
         self._timed_state: Any = None  # h11 state that `_request_timer` limits
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -121,8 +122,8 @@ class BoundedProtocol(H11Protocol):
 
     @override
     def eof_received(self) -> bool:
-        # A client may close its sending half and wait for its response. A client that has closed
-        # the whole connection looks the same until the server sends something: see `_probe`.
+        # A client may close the sending half of its connection and still wait for the response.
+        # Until the server sends data, this looks the same as a closed connection: see `_probe`.
         is_response_pending = self.cycle is not None and not self.cycle.response_complete
         if (
             self._is_lingering
@@ -200,7 +201,7 @@ class BoundedProtocol(H11Protocol):
             )
 
     def _close_or_linger(self) -> None:
-        """Close the connection, or linger first if the client is still sending."""
+        """Close the connection. If the client is still sending, keep reading for a while first."""
         if self._is_lingering or self._raw_transport.is_closing():
             return
         if (
@@ -214,7 +215,7 @@ class BoundedProtocol(H11Protocol):
             self.flow.resume_reading()
             try:
                 self._raw_transport.write_eof()
-            except OSError:  # the client has just reset the connection
+            except OSError:  # the client has reset the connection in the meantime
                 self._raw_transport.abort()
         else:
             self._raw_transport.close()
@@ -225,7 +226,7 @@ class BoundedProtocol(H11Protocol):
         self._raw_transport.abort()
 
     def _limit_stall(self, num_unread_before: float = float("inf")) -> None:
-        """Abort the connection if the client reads no waiting data for `--stall-timeout`."""
+        """Abort the connection if the client reads no response data for `--stall-timeout`."""
         self._stall_timer = _cancel_timer(self._stall_timer)
         num_unread = self._raw_transport.get_write_buffer_size()
         if num_unread >= num_unread_before:
@@ -235,11 +236,11 @@ class BoundedProtocol(H11Protocol):
             self._stall_timer = self.loop.call_later(timeout, self._limit_stall, num_unread)
 
     def _probe(self) -> None:
-        """Abort the connection if a half-closed client has closed its socket.
+        """Abort a half-closed connection if the client has closed its socket completely.
 
-        A closed socket answers the first data with a reset. If no response has started, the probe
-        is an interim response (status 102), which clients of HTTP/1.1 ignore. Clients of HTTP/1.0
-        must not get interim responses, so their connections are aborted.
+        A closed socket answers data with a reset, so send some data. If no response has started,
+        the probe is an interim response (status 102), which clients of HTTP/1.1 ignore. Clients of
+        HTTP/1.0 must not get interim responses, so their connections are aborted.
         """
         can_probe = (self.conn.their_http_version or b"") >= b"1.1"
         is_probe_done = self._is_probed or self.conn.our_state is not h11.SEND_RESPONSE
@@ -323,7 +324,8 @@ class SurplusGuard:
 
     Args:
         app: Application that answers the other requests.
-        format_error: Returns the response to a path for an error.
+        format_error: Function that returns the response for an error, in the format of the API at a
+            path.
     """
 
     def __init__(
@@ -370,8 +372,9 @@ class Listener(socket.socket):
     """
 
     def __init__(self, family: int):
-        # asyncio sets TCP_NODELAY only if the protocol is given explicitly. Without TCP_NODELAY,
-        # a response body waits 40 ms for the client to acknowledge the headers.
+        # Pass IPPROTO_TCP, because asyncio sets TCP_NODELAY only if the protocol number is
+        # explicit. Without TCP_NODELAY, a response body is delayed by 40 ms until the client
+        # acknowledges the headers.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.accept_batch = self._num_accepts_left = _MIN_ACCEPT_BATCH
 
@@ -379,7 +382,8 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         if not self._num_accepts_left:
             self._num_accepts_left = self.accept_batch
-            raise BlockingIOError  # asyncio ends the batch, as if no connection were waiting
+            # Tells asyncio that no connection is waiting, which ends the batch.
+            raise BlockingIOError
         self._num_accepts_left -= 1
         try:
             return super().accept()
@@ -389,7 +393,7 @@ class Listener(socket.socket):
 
 
 class _TransportProxy:
-    """Transport that calls the protocol's function to close."""
+    """Transport whose method `close` calls a function of the protocol instead of closing."""
 
     def __init__(
         self,

@@ -83,9 +83,9 @@ def error_response(error: ApiError) -> Response:
 class GeneratorResponse(Response):
     """Response that sends what an async generator yields.
 
-    The response starts with the first chunk, so an error before the first chunk has its own HTTP
-    status. A later error becomes an event of the stream. The generator is closed when the response
-    ends or the client disconnects.
+    The response starts when the generator yields the first chunk, so an earlier error is sent with
+    an HTTP status of its own. A later error becomes an event of the stream. The generator is closed
+    when the response ends or the client disconnects.
 
     Args:
         chunks: Generator of the body: a whole JSON text, or server-sent events.
@@ -114,7 +114,7 @@ class GeneratorResponse(Response):
             format_error,
         )
         self._has_started = False
-        # Time of the event loop when the current chunk was sent.
+        # Event-loop time at which the current chunk was sent.
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,8 +124,8 @@ class GeneratorResponse(Response):
     async def _answer_unless_stalled(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; raise StalledClientError if a chunk stays unread for too long.
 
-        One timer per response checks the current chunk, at least four times per `stall_timeout`. A
-        timeout for each chunk would make sending a chunk a fifth slower.
+        One timer per response checks the current chunk, at least four times per `stall_timeout`.
+        With a separate timeout for each chunk, sending would be a fifth slower.
         """
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout(None)
@@ -199,7 +199,7 @@ def to_api_error(error: Exception) -> ApiError:
     """Return the error for the client, and log the traceback of an unexpected exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # the route does not have the request's method
+    if isinstance(error, HTTPException):  # the route does not support the request's method
         message = f"{error.detail}: /openapi.json lists the methods of each path"
         return ApiError(error.status_code, message, headers=error.headers)
     traceback.print_exception(error, file=sys.stderr)

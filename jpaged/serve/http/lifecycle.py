@@ -66,7 +66,7 @@ RunningEngine = EngineProcess | AttachedEngine
 def run_server(
     flags: Flags, start_engine: Callable[[], Awaitable[RunningEngine]] | None = None
 ) -> int:
-    """Serve until a signal arrives or the engine is gone, and return the exit code.
+    """Serve until a signal arrives or the engine has ended, and return the exit code.
 
     Args:
         flags: Options of the engine and of the server.
@@ -74,7 +74,7 @@ def run_server(
     """
     try:
         sock = listen(flags.serve.host, flags.serve.port)
-    except (OSError, ValueError) as error:  # a ValueError says that the host name is invalid
+    except (OSError, ValueError) as error:  # an invalid host name raises ValueError
         where = f"{flags.serve.host}:{flags.serve.port}"
         why = getattr(error, "strerror", None) or error
         log_line(f"cannot listen at {where} ({why}): use another --port or --host")
@@ -123,7 +123,8 @@ class Lifecycle:
         http: HTTP server, which is already listening.
 
     Attributes:
-        exit_code: Exit code of the process: 1 if the engine failed before a signal arrived, else 0.
+        exit_code: Exit code of the process: 1 if the engine failed before a signal arrived,
+            otherwise 0.
     """
 
     def __init__(self, serving: ServerState, http: HttpServer):
@@ -139,7 +140,7 @@ class Lifecycle:
         """Start or connect to an engine, and serve requests with it."""
         try:
             process = self._process = await start_engine()
-            if self._shutdown_task is not None:  # a signal arrived before the process started
+            if self._shutdown_task is not None:  # a signal arrived before the engine was started
                 process.kill()
             await start_with_timeout(self._serving, process)
         except Exception as error:
@@ -147,7 +148,8 @@ class Lifecycle:
                 log_line(f"error: {await self._describe_error(error)}")
                 self._fail()
             return
-        gc.freeze()  # garbage collection of the startup objects takes longer than a step
+        # Exclude startup objects from garbage collections, which would take longer than a step.
+        gc.freeze()
         log_line(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watch_task = asyncio.create_task(self._watch(process))
 
@@ -157,7 +159,7 @@ class Lifecycle:
             await self._process.stop()
 
     async def _watch(self, process: RunningEngine) -> None:
-        """Shut the server down when its engine is gone, so that a supervisor can restart it."""
+        """Shut down when the engine has ended, so that a supervisor can restart the server."""
         await watch_engine(process, self._serving.config.limits.hang_timeout)
         if self._shutdown_task is None:
             why = await self._describe_error(RuntimeError(process.client.close_reason))
@@ -212,7 +214,7 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, ServerState]
     The program has these duties:
 
     - limit connections and headers, and set the allowed hosts;
-    - exit when the engine is gone (`ServerState.engine.closed`);
+    - exit when the engine has ended (`ServerState.engine.closed`);
     - to drain, call `ServerState.stop_admitting` and wait until `num_requests` is 0.
 
     An engine that hangs for `--hang-timeout` is killed. The engine stops at the end of the `with`
@@ -263,11 +265,11 @@ async def start_with_timeout(
 
 
 async def watch_engine(process: RunningEngine, hang_timeout: float) -> None:
-    """Wait until an engine is gone, and kill it if its loop stalls for `hang_timeout` seconds.
+    """Wait until an engine has ended; kill it if its loop stalls for `hang_timeout` seconds.
 
-    Requests of a killed engine end with errors. The seconds are counted in polls of this function,
-    not by a clock. If this process is suspended, the engine may be suspended too, so that time
-    must not count.
+    Requests of a killed engine end with errors. This function counts its polls instead of reading a
+    clock. While this process is suspended, the engine may be suspended too, and this time must not
+    count.
     """
     client, stalled_s, last_heartbeat = process.client, 0.0, process.client.last_heartbeat
     while not await _wait_for_event(client.closed, _POLL_INTERVAL_S):
@@ -305,7 +307,8 @@ async def start_serving(
         if config.enable_auto_tool_choice:
             await tokenizing.check_tools()
     except BaseException:
-        # Otherwise Python could not exit: the thread of `wait_ready` would wait for the process.
+        # Close the process. Otherwise, Python could not exit, because the thread of `wait_ready`
+        # would wait for the process.
         process.close()
         raise
     serving.open(client, tokenizing, info)
@@ -333,10 +336,11 @@ def num_files_needed(max_connections: int) -> int:
 
 
 def raise_file_limit(max_connections: int) -> tuple[int, int]:
-    """Raise the limit of open files so that each connection can have one, if the system permits.
+    """Raise the process's limit of open files to what the connections need, if possible.
 
     Returns:
-        Number of connections that the limit permits, and number of spare connections.
+        Two numbers: the maximum number of connections, and the number of further connections on
+        which health checks are answered and all other requests refused.
     """
     needed = num_files_needed(max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -372,7 +376,7 @@ def served_hosts(flags: Flags, address: str) -> tuple[str, ...] | None:
 
 
 class LoopExceptionHandler:
-    """Logs errors of the event loop, but logs only once that the process ran out of files."""
+    """Logs errors of the event loop. The error that no more files can be opened is logged once."""
 
     def __init__(self) -> None:
         self._has_logged = False
@@ -400,7 +404,7 @@ def listen(host: str, port: int) -> Listener:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen()  # this fails if the address is in use
+        sock.listen()  # raises an error if the address is in use
     except (OSError, ValueError):
         sock.close()
         raise

@@ -1,7 +1,7 @@
 """Metrics for Prometheus, with vLLM's names and buckets, so that vLLM's dashboards work.
 
-The engine's gauges and counters have their values after the latest turn of its loop. The counts and
-times of requests are measured when their updates arrive in the HTTP process.
+The engine's gauges and counters have the values of the engine's latest report. The counts and times
+of requests are measured when their updates arrive in the HTTP process.
 """
 
 import math
@@ -69,7 +69,7 @@ _COUNTERS = {
     "jpaged:steps": ("Steps launched.", "num_steps"),
 }
 
-# For each histogram: description, buckets, and whether it is observed for every token.
+# For each histogram: its description, its buckets, and whether it gets one value per token.
 _TIME_HISTOGRAMS = {
     "time_to_first_token": (
         "Time from a request's arrival to its first token.",
@@ -248,7 +248,7 @@ class RequestMeter:
                 self._record_times(delta.metrics)
 
     def end(self, reason: str) -> None:
-        """Record the end of the request once; a request with reason "refused" is not recorded."""
+        """Record the end of the request, unless it is recorded already or `reason` is "refused"."""
         if self._is_over or reason == "refused":
             return
         self._is_over = True
@@ -283,7 +283,7 @@ class RequestMeter:
 
 
 class _TokenHistogram(Collector):
-    """Histogram that is observed for every token, at a tenth of the cost of `Histogram`.
+    """Histogram of values per token, at a tenth of the cost of `prometheus_client.Histogram`.
 
     Only one thread may use it.
     """
@@ -303,7 +303,7 @@ class _TokenHistogram(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        # A bucket in Prometheus includes the counts of all lower buckets.
+        # In Prometheus, the count of a bucket includes the counts of all lower buckets.
         family = HistogramMetricFamily(self._name, self._documentation, labels=[*self._labels])
         buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
         family.add_metric([*self._labels.values()], [*buckets], self._sum)

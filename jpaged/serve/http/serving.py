@@ -100,7 +100,7 @@ class ServerState:
         """Check that the engine can serve a request.
 
         Raises:
-            ApiError: 503 if the engine is starting, is gone, or does not respond.
+            ApiError: 503 if the engine is starting, has ended, or does not respond.
         """
         if not self.engine.is_ready:
             raise unavailable_error("the engine is not running")
@@ -110,7 +110,7 @@ class ServerState:
             )
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run a slow function in the thread for answers, and return its result."""
+        """Run a slow function in the thread that encodes answers, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def stop_admitting(self) -> None:
@@ -149,12 +149,12 @@ class ServerState:
 
         Args:
             client: Identifier of the client, from `client_id`.
-            requested: Salt from the request, which separates requests with the same key.
+            requested: Salt from the request, which may separate requests with the same API key.
         """
         config = self.config
         if not config.api_keys or config.share_prefix_cache_across_keys:
             return requested
-        # All digests have the same length, so salts of different keys are always different.
+        # All digests have the same length, so salts of different API keys are always different.
         key_salt = hmac.digest(self._salt_secret, client.encode(), "sha256").hex()[:32]
         return key_salt + (requested or "")
 
@@ -177,7 +177,7 @@ class ServerState:
             finally:
                 for timer in timers:
                     timer.cancel()
-                for meter in meters:  # `end` has no effect on requests that have ended
+                for meter in meters:  # `end` has no effect if the request has ended already
                     meter.end(run.end_reason)
 
 

@@ -1,4 +1,5 @@
-"""Test features of OpenAI's client that the docs example and `test_clients.py` do not use."""
+"""Test features of OpenAI's client that neither the example in the docs nor `test_clients.py`
+uses."""
 
 import json
 import sys

@@ -25,7 +25,7 @@ class FirstCall(AbstractCapability):
     """Force a call of `add` in the first step."""
 
     def get_model_settings(self) -> Any:
-        """Return the model settings for the current step."""
+        """Return model settings that force a call of `add` in the agent's first step."""
         return lambda ctx: {"tool_choice": ["add"] if ctx.run_step == 1 else "none"}
 
 

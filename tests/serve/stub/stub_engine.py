@@ -45,9 +45,11 @@ class StubEngine:
             block_size=16,
             num_blocks=NUM_BLOCKS,
         )
-        # By request id: number of tokens left, number of answers.
+        # Maps a request id to (number of tokens left, number of answers).
         self._left: dict[str, tuple[int, int]] = {}
         self._deltas: list[RequestDelta] = []
+
+    is_paused = is_sleeping = False
 
     @property
     def has_work(self) -> bool:

@@ -35,12 +35,13 @@ EXPERTS = "layers.1.mlp"
 
 
 def read(folder: Path, kind: str | None = None) -> ModelConfig:
-    """Read the config of a checkpoint of `fp8_experts.CONFIGS`; None: of an unquantized one."""
+    """Read the config of a checkpoint. `kind` is a key of `fp8_experts.CONFIGS`, or None for an
+    unquantized checkpoint."""
     return read_model_config(read_config(folder), "fp8" if kind == "loaded" else None)
 
 
 def load(folder: Path, kind: str | ModelConfig | None = None, **options: Any) -> Decoder:
-    """Load a checkpoint; `kind` is that of `read`, or the config."""
+    """Load a checkpoint. `kind` is the argument `kind` of `read`, or the config itself."""
     config = kind if isinstance(kind, ModelConfig) else read(folder, kind)
     model = plan_model(folder, config, dtype=jnp.float32, **options).load()
     assert isinstance(model, Decoder)
@@ -48,7 +49,8 @@ def load(folder: Path, kind: str | ModelConfig | None = None, **options: Any) ->
 
 
 def dequantized(model: Decoder, parameter: str) -> np.ndarray:
-    """Return the weights [E, outputs, inputs] of a parameter of the experts."""
+    """Return the dequantized weights [E, outputs, inputs] of all experts in the parameter
+    `parameter`."""
     found = model_parameters(model)
     weight = np.asarray(found[f"{EXPERTS}.{parameter}"]).astype(np.float32)
     scale = np.asarray(found[f"{EXPERTS}.{parameter}_weight_scale"])
@@ -62,14 +64,16 @@ def dequantized(model: Decoder, parameter: str) -> np.ndarray:
 
 
 def expected(wide: dict[str, np.ndarray], *parts: str) -> np.ndarray:
-    """Return the dequantized weights [E, outputs, inputs] that a checkpoint has."""
+    """Return the expected weights [E, outputs, inputs] of all experts, from the dequantized tensors
+    `wide` of a checkpoint."""
     experts = range(made.FIELDS["num_experts"])
     name = "model.layers.1.mlp.experts.{}.{}_proj.weight"
     return np.stack([np.concatenate([wide[name.format(i, it)] for it in parts]) for i in experts])
 
 
 def fake_quantized(rows: np.ndarray, *, grouped: bool) -> np.ndarray:
-    """Return rows that were rounded to FP8, with one scale per row or per group of 128."""
+    """Round rows to FP8 with one scale per row or per group of 128 numbers, and return the rounded
+    rows as wider numbers."""
     out = np.zeros(rows.shape)
     size = 128 if grouped else rows.shape[1]
     for first in range(0, rows.shape[1], size):
@@ -80,7 +84,8 @@ def fake_quantized(rows: np.ndarray, *, grouped: bool) -> np.ndarray:
 
 
 def feed_forward(x: np.ndarray, wide: dict[str, np.ndarray], *, grouped: bool) -> np.ndarray:
-    """Return the experts' update of rows that are quantized before each projection."""
+    """Compute the output of the expert layer for the rows `x` in NumPy, with rows that are
+    quantized before each projection."""
     logits = x @ wide["model.layers.1.mlp.gate.weight"].T
     weights, chosen, *_ = reference.route(logits, 2, normalize=True)
     gate_up, down = expected(wide, "gate", "up"), expected(wide, "down")
@@ -93,18 +98,18 @@ def feed_forward(x: np.ndarray, wide: dict[str, np.ndarray], *, grouped: bool) -
 
 
 def random_rows(config: ModelConfig) -> np.ndarray:
-    """Return rows that the experts of layer 1 compute."""
+    """Return random input rows for the experts of layer 1."""
     return np.random.default_rng(1).standard_normal((9, config.hidden_size)).astype(np.float32)
 
 
 def compute(model: Decoder, x: np.ndarray) -> np.ndarray:
-    """Return the experts' update of rows, on one device."""
+    """Compute the output of the expert layer for the rows `x`, on one device."""
     mlp = jax.jit(partial(model.layers[1].mlp, backend=Backend.XLA))
     return np.asarray(mlp(jnp.asarray(x))[0])
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the RMS difference divided by the RMS of `want`."""
+    """Return the root mean square of the difference, divided by the root mean square of `want`."""
     return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
 
 
@@ -129,7 +134,8 @@ def test_fp8_experts_compute_the_values_of_their_checkpoint(
     tmp_path, monkeypatch, kind, is_stacked, fields
 ):
     if is_stacked:
-        monkeypatch.setattr(loader, "SLAB_BYTES", 70_000)  # a slab has several experts
+        # the loader reads several experts at a time
+        monkeypatch.setattr(loader, "SLAB_BYTES", 70_000)
     wide = made.write_checkpoint(tmp_path, kind, is_stacked=is_stacked, **fields)
     model, want = load(tmp_path, kind), (expected(wide, "gate", "up"), expected(wide, "down"))
     for parameter, value in zip(("gate_up", "down"), want, strict=True):
@@ -137,14 +143,15 @@ def test_fp8_experts_compute_the_values_of_their_checkpoint(
         np.testing.assert_array_equal(dequantized(model, parameter), value, err_msg=parameter)
     x = random_rows(model.config)
     got = compute(model, x)
-    # A sum in another order can round a few numbers of the second projection differently.
+    # A different order of additions can change how a few inputs of the second projection are
+    # rounded.
     assert difference(got, feed_forward(x, wide, grouped=kind == "block")) < 3e-3
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_fp8_experts_give_nearly_the_logits_of_their_dequantized_model(tmp_path, kind):
-    """FP8 rounds rows by 2.6 % on average, which a router can turn into another expert."""
+def test_model_with_fp8_experts_gives_nearly_the_logits_of_the_dequantized_model(tmp_path, kind):
+    """FP8 rounds rows by 2.6 % on average, so the router may choose another expert for a token."""
     wide = made.write_checkpoint(tmp_path / "narrow", kind)
     made.write_dequantized(tmp_path / "wide", kind, wide)
     models = load(tmp_path / "narrow", kind), load(tmp_path / "wide")
@@ -183,7 +190,7 @@ def test_two_devices_split_the_same_fp8_experts(tmp_path, kind, by_expert):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_new_fp8_weights_have_the_bits_of_loaded_ones(tmp_path, kind):
+def test_updated_fp8_expert_weights_have_the_same_bits_as_loaded_weights(tmp_path, kind):
     wide = made.write_checkpoint(tmp_path, kind)
     plan = plan_model(tmp_path, read(tmp_path, kind), dtype=jnp.float32)
     expected = jax.tree.leaves(nnx.state(plan.load()))
@@ -244,7 +251,7 @@ def test_wrong_fp8_tensors_of_experts_are_refused_before_a_weight_is_read(
 
 
 @pytest.mark.full
-def test_stacked_blocks_that_span_gate_and_up_are_refused(tmp_path):
+def test_scale_blocks_that_contain_both_gate_and_up_rows_are_refused(tmp_path):
     made.write_checkpoint(tmp_path, "block", is_stacked=True, moe_intermediate_size=160)
     with pytest.raises(CheckpointError, match=r"unknown tensors .*gate_up_proj_scale_inv"):
         load(tmp_path)
