@@ -262,3 +262,25 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
     with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:  # a warm start
         assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
         assert not pool.processes
+
+
+@pytest.mark.full
+def test_two_threads_do_not_trace_functions_that_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried = list[Any]()
+
+    def refuse(recipe: Recipe, store: Any) -> bool:
+        tried.append(recipe.name)
+        return False
+
+    monkeypatch.setattr(lowered_workers, "store_program", refuse)
+    plan = plan_jax_model(MODEL, params(), DEVICE)
+    store = open_program_store(tmp_path, plan.config, plan.abstract_model, DEVICE)
+    assert store is not None
+    found = recipes(MODEL)
+    needed = [found[name] for name in (DECODE, ("load_bias", None), LARGE_DECODE, SCORE)]
+    runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:
+        assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
+    assert tried == [DECODE, ("load_bias", None)]
