@@ -47,7 +47,8 @@ class LoweredProgram:
     def compile(self) -> None:
         """Compile the program, which stores the executable in JAX's cache.
 
-        The lowered text is that of `Recipe.lower`, so that the engine finds the executable.
+        The lowered text equals the result of `Recipe.lower`, so the engine finds the executable in
+        JAX's cache.
         """
         payload = read_payload(Path(self.path))
         if payload is None:
@@ -91,8 +92,9 @@ class LoweredPool:
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
         self._ended: set[int] = set()  # workers that compile nothing more
-        # Whether a program of the user's functions could not be stored. The engine's builder then
-        # traces the others in its own thread: two threads must not call the functions at once.
+        # Whether a program with the user's functions could not be stored. If so, the thread of the
+        # engine's builder traces all other programs, because two threads must not call the user's
+        # functions at the same time.
         self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":
@@ -108,7 +110,7 @@ class LoweredPool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Return False, because no worker runs yet: `iter_compiled` starts the workers."""
+        """Return False without any work: only `iter_compiled` starts the workers."""
         return False
 
     def iter_compiled(

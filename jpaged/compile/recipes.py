@@ -61,16 +61,16 @@ class Recipe:
     takes the shards of one device. `on_mesh` returns a recipe whose function takes global arrays.
 
     Attributes:
-        name: Name of the program: the name of the step, and a key.
+        name: Name of the program: a pair of the step's name and the key of a variant of the step.
         function: The step function.
         arguments: Shapes of the positional arguments.
         keywords: Shapes of the keyword arguments, by name.
         donate: Names of the arguments whose memory the program reuses for results.
-        gemm_key: Pair of the part of the model whose matrix products the program computes, and
-            their number of rows. Programs with equal keys have the same matrix products, except in
-            the output head. None if the program has no matrix products that XLA measures.
+        gemm_key: Pair (part of the model, number of rows) that identifies the program's matrix
+            products. Programs with equal keys have the same matrix products, except in the output
+            head. None if the program has no matrix products that XLA measures.
         num_logits_rows: Number of rows that the output head computes.
-        needs_pool: Whether the program depends on the size of the pool.
+        needs_pool: Whether the program depends on the size of the KV pool.
         options: XLA's compiler options by name. Code that compiles the lowered program must pass
             these options.
         logprobs_mode: Kind of values in the scores of sampled tokens, such as log-probabilities or
@@ -225,7 +225,10 @@ for _kind in (KVState, LayerKV, RowTokens, SampleInputs, SampledTokens, Sampling
 
 
 class Recipes:
-    """Recipes of all programs of an engine: one for each step in `PROGRAMS` and key of the step.
+    """Recipes of all programs of an engine, by program name.
+
+    A program name is a pair (step, key), such as ("decode", 8). `PROGRAMS` lists the steps. A key
+    selects one compiled variant of a step, such as the variant for 8 rows.
 
     Args:
         split: The model, or its shapes.
@@ -313,7 +316,7 @@ class Recipes:
         return recipe.on_mesh(self._split.mesh, tuple(specs) if len(specs) > 1 else specs[0])
 
     def without_pool(self) -> Iterator[Recipe]:
-        """Return the recipes of all programs that do not depend on the size of the pool."""
+        """Return the recipes of all programs that do not depend on the size of the KV pool."""
         steps = (step for step in PROGRAMS.values() if not step.needs_pool)
         return map(self.__getitem__, self._program_names(steps))
 

@@ -64,7 +64,8 @@ class PlatformDefaults:
         max_num_seqs: Maximum number of sequences in a step.
         max_num_batched_tokens: Maximum number of tokens in a step.
         max_model_len: Maximum number of tokens in a sequence.
-        few_programs: Whether to compile fewer shapes and pad more.
+        few_programs: Whether to compile programs for fewer input shapes. Steps then pad their
+            inputs more.
         num_scheduler_steps: Number of steps in a burst; 1 for no bursts.
     """
 
@@ -157,8 +158,8 @@ class Sizing:
         has_peers = not model.batch_invariant and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
-        # This number is preliminary: the size of the pool, which is not known yet, may lower the
-        # number of blocks in host memory.
+        # This number of blocks in host memory is preliminary. It becomes lower if the KV pool,
+        # whose size is not known yet, has fewer blocks.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_block_bytes))
 
     @property
@@ -179,17 +180,18 @@ class Sizing:
         shared_calls: SharedCalls,
         start_workers: Callable[[RuntimeConfig], bool],
     ) -> int:
-        """Return the size in bytes of the largest step's temporaries and new outputs; 0 on a CPU.
+        """Return the number of bytes that the largest step needs for temporaries and new outputs; 0
+        on a CPU.
 
-        If the number is not stored yet, the step is compiled. At the same time, the compilation of
-        programs that do not depend on the pool begins.
+        If the number is not stored yet, this method compiles the step. It also starts to compile
+        the programs that do not depend on the size of the KV pool.
 
         Args:
             builder: Builder that compiles the step.
             shared_calls: Object that calls functions which several programs share.
             start_workers: Function that starts compile workers, and returns whether any worker
                 runs. If no worker runs, the builder compiles the programs that do not depend on the
-                pool.
+                size of the KV pool.
         """
         if self._device_limit is None:  # on a CPU, no memory is reserved for the workspace
             return 0
@@ -202,7 +204,8 @@ class Sizing:
         return builder.workspace(recipes.largest_step(), while_compiling)
 
     def fit(self, workspace: int) -> SizingResult:
-        """Choose the size of the pool and of swap space, and return all sizes.
+        """Choose the sizes of the KV pool and of the swap space, and return all sizes of the
+        engine.
 
         Args:
             workspace: Number of bytes that `workspace` returned.
@@ -270,26 +273,27 @@ class Sizing:
         return MemoryAccount(self._weight_bytes, sampling, workspace, 0, self._device_limit)
 
     def _burst_logits_bytes(self) -> int:
-        """Return the number of bytes of logits that one burst of steps produces. If the host
-        launches the steps of a burst one by one, the logits of all steps are in memory at the same
-        time."""
+        """Return the number of bytes of the logits of all steps of a burst. If the host launches
+        the steps of a burst one by one, the logits of all steps are in memory at the same time."""
         limits = self._limits
         rows = limits.num_scheduler_steps * max(limits.buckets.burst_batch_sizes, default=0)
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _verify_logits_bytes(self) -> int:
-        """Return the number of bytes of a verify step's logits, and of three arrays of the same
-        size that sampling computes from them: scaled logits, noise and mask."""
+        """Return the total number of bytes of four arrays of equal size: the logits of a verify
+        step, and the scaled logits, the noise and the mask that sampling computes from the
+        logits."""
         sizes = self._limits.buckets.verify_batch_sizes
         rows = max(MAX_VERIFY_LOGITS_ROWS, *sizes) if sizes else 0
         return 4 * rows * self._limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _scoring_bytes(self) -> int:
-        """Return the number of bytes that scoring prompt tokens needs in addition to the results of
-        the prefill step.
+        """Return the number of bytes that a device needs to compute log-probabilities of prompt
+        tokens.
 
-        These are the logits of `prompt_logprobs_step`, twice if devices exchange them, and the
-        hidden states of the scored tokens.
+        The arrays are the hidden states of the scored tokens and the logits of
+        `prompt_logprobs_step`. If devices exchange logits, each device has two copies of the
+        logits. The results of the prefill step are not included.
         """
         limits, shapes = self._limits, self._minimal_pool_shapes
         num_rows = num_scored_rows(limits, limits.buckets.prefill_token_sizes[-1])
@@ -332,8 +336,8 @@ def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
 
 
 def _memory_limit(device: Any) -> int | None:
-    """Return the number of bytes that JAX may use on a device and that are free; None if the device
-    has no limit."""
+    """Return the number of free bytes on a device that JAX may use; None if the device has no
+    memory limit."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -348,7 +352,7 @@ def resolve_limits(
     backend: Backend,
     defaults: PlatformDefaults,
 ) -> RuntimeConfig:
-    """Return the sizes and limits of the runtime, except the size of the pool: `num_blocks` and
+    """Return the sizes and limits of the runtime without the size of the KV pool: `num_blocks` and
     `num_host_blocks` are 0.
 
     Args:
@@ -394,7 +398,8 @@ def resolve_limits(
 
 
 def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> RuntimeConfig:
-    """Return `limits` with the size of the pool set, and with `max_model_len` lowered if necessary.
+    """Return `limits` with the size of the KV pool set, and with a lower `max_model_len` if
+    necessary.
 
     A sequence of `max_model_len` tokens must fit in the empty pool. Otherwise the sequence could
     never run.
@@ -427,8 +432,8 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
 
 
 def with_swap(runtime: RuntimeConfig, config: EngineConfig, bytes_per_block: int) -> RuntimeConfig:
-    """Return `runtime` with `num_host_blocks` set: the number of blocks that fit in `swap_space`,
-    but not more than the pool has.
+    """Return `runtime` with `num_host_blocks` set to the number of blocks that fit in `swap_space`.
+    The number is at most the number of blocks in the KV pool.
 
     Args:
         runtime: Sizes and limits of the runtime, including the size of the pool.

@@ -2,8 +2,9 @@
 
 A lowered program is stored in the format of `jax.export`. The file name is a digest of everything
 that the program depends on: the code of the steps, the shapes, the model, the settings and versions
-of JAX, and the device (docs/decisions/0008). For a user's model, the lowered text of its functions
-takes the place of their code. If a file cannot be read, its program is traced again.
+of JAX, and the device (docs/decisions/0008). For a user's model, the digest covers the lowered text
+of the user's functions instead of their code. If a stored file cannot be read, the program is
+traced again.
 """
 
 import hashlib
@@ -52,8 +53,8 @@ class ProgramStore:
 
     Args:
         folder: Folder of the store; created by the first write.
-        dependencies: Object whose `repr` becomes a part of the name of every stored file: all
-            programs depend on this object, in addition to code, shapes and JAX.
+        dependencies: Object on which all programs depend in addition to code, shapes and JAX. The
+            digest in the name of every stored file covers the `repr` of this object.
         device: Device that the programs run on.
     """
 
@@ -174,9 +175,10 @@ def traced_modules() -> list[str]:
 def jax_settings() -> dict[str, Any]:
     """Return the values of JAX's settings in this thread, by name.
 
-    The result does not contain settings of caches or options of the device client, because programs
-    do not depend on them. One exception is the client's fraction of device memory:
-    `device_memory_bytes` returns the memory that results from this fraction.
+    The result contains neither the settings of caches nor the options of JAX's device client.
+    Programs do not depend on these values, with one exception: the client option for the fraction
+    of device memory. Digests of programs cover this option through the result of
+    `device_memory_bytes`.
     """
     values = jax.config.values.items()
     return {
@@ -278,8 +280,8 @@ CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 
 def with_usable_cache(config: EngineConfig) -> EngineConfig:
-    """Create the cache folder of compiled programs, and return the configuration with a folder that
-    can be used.
+    """Create the cache folder for compiled programs. Return the configuration with a cache folder
+    that the engine can use.
 
     If the folder is read-only, warn, and return the configuration unchanged. If the folder is the
     default folder and cannot even be read, warn, and set `compilation_cache_dir` to None.
@@ -340,8 +342,8 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    The store's digest covers the code of jpaged's models. The key of a recipe covers the functions
-    of a `JaxDecoder` (`Recipe.digest`). Programs of other models are not stored.
+    The digest in the name of a stored file covers the code of jpaged's models. For a `JaxDecoder`,
+    it also covers the user's functions (`Recipe.digest`). Programs of other models are not stored.
 
     Args:
         cache: The engine's `compilation_cache_dir`.

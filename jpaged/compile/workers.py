@@ -1,9 +1,9 @@
 """Worker processes that compile programs while an engine starts (docs/decisions/0012).
 
-Threads of one process would not suffice: tracing holds the GIL, and XLA compiles a Mosaic kernel
-only while the process compiles nothing else. So each worker process compiles some of the programs,
-and writes them to the caches on disk. The engine's process loads the programs from there, and
-compiles every program that no worker reports as compiled.
+Threads of one process would not be fast enough: tracing holds the GIL, and XLA compiles a Mosaic
+kernel only while the process compiles nothing else. Therefore each worker process compiles some of
+the programs, and writes these programs to the caches on disk. The engine's process loads the
+programs from there, and compiles every program that no worker reports as compiled.
 """
 
 import gc
@@ -76,10 +76,10 @@ class CompileJob:
         worker_index: Index of the worker.
         num_workers: Number of workers.
         num_threads: Number of threads that compile programs.
-        limits: Sizes and limits of the runtime before the pool is sized; None until the worker is
-            started.
-        has_gemm_record: Whether XLA needs no measurements for matrix products: a record covers the
-            products, or the device is a CPU.
+        limits: Sizes and limits of the runtime without the size of the KV pool; None until the
+            worker is started.
+        has_gemm_record: Whether XLA has no matrix products to measure, because a record covers all
+            of them or the device is a CPU.
     """
 
     cache_dir: str
@@ -111,9 +111,10 @@ def select_worker_recipes(
     Programs that share kernels form a group, such as all sampling levels of one batch size. Each
     group goes to the worker with the lowest total of estimated compile times.
 
-    Groups that do not depend on the size of the pool are assigned first, so that their assignment
-    is the same before the size of the pool is known. Then the other groups are assigned. In both
-    cases, the group with the longest compile time comes first.
+    First, the function assigns the groups that do not depend on the size of the KV pool. Their
+    assignment is thus the same before and after that size is known. Then the function assigns the
+    other groups. In both passes, it starts with the group that has the longest estimated compile
+    time.
 
     Args:
         recipes: Recipes of the programs of all workers.
@@ -140,7 +141,8 @@ def _group_seconds(group: list[Recipe]) -> float:
 def run_compile_job(
     job: CompileJob, wait_for_runtime: Callable[[], RuntimeConfig]
 ) -> Iterator[ProgramName]:
-    """Compile a worker's programs. Programs that do not depend on the size of the pool come first.
+    """Compile one worker's programs. First compile the programs that do not depend on the number of
+    KV blocks, because the engine may not have chosen that number yet.
 
     Args:
         job: Job of the worker.
@@ -393,10 +395,10 @@ class CompilePool:
 
     def start(self, limits: RuntimeConfig) -> bool:
         """Start the workers. They first compile the programs that do not depend on the size of the
-        pool.
+        KV pool.
 
         Args:
-            limits: Sizes and limits of the runtime; the size of the pool is not known yet.
+            limits: Sizes and limits of the runtime; the size of the KV pool is not known yet.
 
         Returns:
             Whether at least one worker was started.
@@ -427,7 +429,7 @@ class CompilePool:
 
         Args:
             needed: Recipes of all programs of the engine.
-            runtime: Sizes and limits of the runtime, including the size of the pool.
+            runtime: Sizes and limits of the runtime, including the size of the KV pool.
             report_progress: Function that is called with the number of recipes yielded so far and
                 the number of all recipes.
         """
@@ -468,8 +470,8 @@ class CompilePool:
     def _reported_names(self, needed: Sequence[Recipe]) -> Iterator[str]:
         """Yield the name of each program that a worker reports.
 
-        If a worker has ended or was not started, yield the names of all its programs, which the
-        engine's process must then compile.
+        If a worker has ended or was not started, yield the names of all programs of that worker.
+        The engine's process must then compile these programs.
         """
         running = len(self.processes)
         for job in self._jobs[running:] if running else ():
