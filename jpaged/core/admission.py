@@ -42,9 +42,10 @@ class SchedulerConfig:
 class Admission:
     """Decides whether the first waiting request may join the batch, and caches refusals.
 
-    No request overtakes the first waiting request. Therefore, the number of free blocks only falls
-    until a block is freed. The cached prefix of the request can only grow by the next block.
-    Checking a refused request again costs only one prefix-cache lookup, even for a long prompt.
+    After a refusal, the same request stays first in the queue, because no request overtakes it. The
+    request can fit later only if a block is freed or its cached prefix becomes longer. Therefore,
+    the object stores the last refusal. Another check of the request only looks up the block after
+    the cached prefix, unless a block was freed in the meantime.
     """
 
     def __init__(
@@ -56,17 +57,20 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # The cached refusal of `find_fit`: the refused request's first sequence with the pool's
-        # counters at that time, and the cached prefix of the sequence.
+        # The last refusal of `find_fit`. `_refused_state` is what the result depended on: the first
+        # sequence of the request, the number of its live sequences, the number of blocks that must
+        # stay free, and the number of blocks freed so far. `_refused_prefix` is the cached prefix
+        # of the sequence at the refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The cached refusal of `would_fit_after_preemption`: sequence and counters, and cached
-        # prefix.
+        # The last refusal of `would_fit_after_preemption`, in the same form. This state counts
+        # calls of `BlockPool.free` instead of freed blocks.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
     def find_fit(self, request: Request) -> GroupFit | None:
-        """Return the `GroupFit` of a waiting request, or None if rows or blocks are missing.
+        """Return the `GroupFit` of a waiting request; None if too few batch rows or blocks are
+        free.
 
         Call `set_common_prefix` for the request first.
         """
@@ -109,10 +113,10 @@ class Admission:
     ) -> bool:
         """Return whether a waiting request would fit if all `victims` were preempted.
 
-        The other running requests must also have enough blocks for the next step. Refusals are
-        cached: until a block reference is dropped, another call costs one prefix-cache lookup.
-        A block that a victim allocates between two calls does not change the result, because
-        preempting the victim frees that block.
+        The other running requests must also have enough blocks for the next step. The last refusal
+        is stored: until a sequence or a pin releases a block, another call for the same request
+        costs one prefix-cache lookup. A block that a victim allocates between two calls does not
+        change the result, because preempting the victim frees that block.
 
         Args:
             request: Waiting request that `find_fit` refused.
@@ -134,7 +138,8 @@ class Admission:
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
         # The victims may hold blocks of the request's cached prefix. Preempting the victims frees
-        # these blocks, and the request then uses them, so count them as needed.
+        # these blocks, so `freed_blocks` includes them. The request then takes them, so count them
+        # as needed too.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
@@ -205,10 +210,9 @@ def _is_new_single_sequence(request: Request) -> bool:
 
 
 def _max_prefix_tokens(request: Request) -> int:
-    """Return the maximum number of leading tokens that the prefix cache may supply.
-
-    A group may take its whole common prefix. A single sequence must compute at least its last
-    token, from which the step samples.
+    """Return the maximum number of leading tokens of a request that the prefix cache may supply.
+    The prefix cache may supply the whole common prefix of several sequences. A single sequence must
+    compute at least its last token, from which the step samples.
     """
     if request.status is RequestStatus.SWAPPED:
         return request.live_sequences[0].num_computed_tokens

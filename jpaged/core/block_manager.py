@@ -37,8 +37,8 @@ class GroupFit(NamedTuple):
     Attributes:
         hits: Lists of cached prefix blocks. One list for each live sequence of a swapped-out group;
             for any other group, a single list for the first sequence.
-        num_needed_blocks: Number of free blocks that the group takes to compute all its tokens,
-            including cached blocks that are free now.
+        num_needed_blocks: Number of free blocks that the group takes to compute all its tokens. A
+            cached block that the group will share counts only if the block is free now.
     """
 
     hits: list[list[KVBlock]]
@@ -234,7 +234,8 @@ class BlockManager:
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks after the last token that steps in flight may compute.
 
-        A sequence has such blocks after drafts were rejected, or after it was removed from a step.
+        A sequence has such blocks after its drafts were rejected, or after the sequence was removed
+        from a step.
         """
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens + sequence.num_pending_drafts)
@@ -352,7 +353,7 @@ class BlockManager:
         self.end_sharing(sequences)
 
     def end_sharing(self, sequences: Iterable[Sequence]) -> None:
-        """Share no KV that is computed so far with sequences that start later.
+        """Stop sharing the KV that is computed so far with sequences that start later.
 
         The cache is cleared, but pinned blocks stay allocated. A sequence that holds blocks, on the
         device or in host memory, uses the cache again only after it has freed them.
@@ -395,9 +396,9 @@ class BlockManager:
             num_held = len(sequence.host_block_table)
         has_enough = num_held == needed
         if self.has_reservations:
-            # Speculative decoding: the sequence may hold fewer blocks than its counters need while
-            # a step is in flight. If earlier steps accept drafts until all slots are full, the step
-            # computes no token.
+            # With speculative decoding, a sequence may hold fewer blocks than its planned tokens
+            # need while a step is in flight. If earlier steps accept so many drafts that all slots
+            # are full, the step computes no token for the sequence.
             has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
         is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(

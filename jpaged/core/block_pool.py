@@ -203,7 +203,8 @@ class BlockPool:
         """Check that each block except the null block is either free or referenced.
 
         Raises:
-            IntegrityError: The free queue, reference counts and counters disagree.
+            IntegrityError: The free queue, the reference counts and the number of cached blocks
+                disagree.
         """
         queued = {block.block_id for block in self.free_block_queue.values()}
         require(

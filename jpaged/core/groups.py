@@ -16,7 +16,8 @@ from jpaged.core.sequence_table import SequenceTable
 
 
 def set_common_prefix(request: Request) -> None:
-    """Set the number of prefix tokens that a waiting group's first sequence computes for all.
+    """Set the number of prefix tokens that the first sequence of a waiting group computes for all
+    sequences of the group.
 
     The common prefix never includes the last token of a sequence, which is needed for sampling. A
     swapped-out group keeps the old number, because its swap entry holds the computed tokens.

@@ -138,8 +138,8 @@ class StepPlan:
     is_decode: bool = field(init=False)
 
     def __post_init__(self):
-        # Compute these fields when the plan is made, because later steps change the counters of the
-        # sequences.
+        # Compute these fields when the plan is made, because later plans change the sequences'
+        # numbers of tokens.
         scheduled = self.scheduled
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))

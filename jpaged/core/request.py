@@ -94,8 +94,9 @@ class SwapEntry:
 class Sequence:
     """Tokens of one sequence, and the blocks that hold their keys and values.
 
-    The host reads sampled tokens later than the device computes them. The counters therefore
-    include steps that are planned or launched, but not read yet ("in flight").
+    The host reads sampled tokens later than the device computes them. Therefore,
+    `num_computed_tokens` also counts tokens of steps in flight, which are planned or launched, but
+    not read yet.
 
     Attributes:
         seq_id: Id that is unique among unfinished sequences.

@@ -305,9 +305,9 @@ class Scheduler:
             sequence.num_in_flight_steps -= 1
             if is_sampled:
                 if plan.limits:
-                    # With drafts, only now is the position of the sampled token known: it follows
-                    # the tokens that the host has read. A row without a free slot has sampled no
-                    # token.
+                    # With drafts, the position of the sampled token is known only now: the token
+                    # follows the tokens that the host has read. A row without a free slot has
+                    # sampled no token.
                     start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
                     num_tokens = int(is_sampled)
                 else:
@@ -382,9 +382,8 @@ class Scheduler:
         return StepUpdate(emitted, [], failed)
 
     def _settle_rows(self, plan: StepPlan, token_ids: np.ndarray) -> None:
-        """Correct the token counters of a speculative step: a row may have returned no token.
-
-        Accepted drafts are counted later, by `append_accepted`.
+        """Correct the token counts of the sequences of a speculative step, in which a row may have
+        returned no token. `append_accepted` counts accepted drafts later.
         """
         token_ids = token_ids.reshape(len(plan.scheduled), -1)
         has_token = (token_ids[:, 0] >= NO_TOKEN).tolist()
@@ -416,20 +415,22 @@ class Scheduler:
         self.block_manager.reset_prefix_cache(self.sequences.by_id.values())
 
     def check_pins_allow_new_weights(self) -> None:
-        """Check that no unfinished request relies on pinned blocks, which it may lose.
+        """Check that the weights may be replaced now: unfinished requests must not rely on pinned
+        blocks, which new sequences cannot share after an update.
 
         Raises:
             ValueError: A prefix is pinned while a request is unfinished.
         """
         if (num_pins := len(self.block_manager.pins)) and self.has_unfinished_requests:
             raise ValueError(
+                "the weights cannot be replaced with "
                 f"{format_count(num_pins, 'prefix', 'prefixes')} pinned while requests are "
-                "unfinished: unpin the prefixes, or finish the requests, because later weights do "
-                "not share blocks of earlier weights"
+                "unfinished: unpin the prefixes, or finish the requests, because sequences that "
+                "start after the update may not use KV that the old weights computed"
             )
 
     def end_sharing(self) -> None:
-        """Share no KV that is computed so far with requests that compute tokens from now on.
+        """Stop sharing the KV that is computed so far. Later requests share only newer KV.
 
         All planned steps must have been read.
         """
@@ -494,11 +495,10 @@ class Scheduler:
                 step.planning_errors.setdefault(request, error)
 
     def _requests_to_continue(self, step: PlanBuilder) -> list[Request]:
-        """Return the running requests that the step continues.
-
-        The step continues all running requests, unless it serves throughput and prompts alone can
-        fill it. In that case, only a partly computed prompt of the last request continues. The
-        remaining running requests, which skip this step, must all be decoding.
+        """Return the running requests that the step continues. These are all running requests,
+        unless the goal of the step is throughput and prompts alone can fill the step. In that case,
+        only the last running request continues, if its prompt is partly computed. All other running
+        requests must be decoding, and skip the step.
         """
         running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:
@@ -566,9 +566,9 @@ class Scheduler:
     def _make_room(self, step: PlanBuilder, request: Request, num_blocks: int) -> bool:
         """Preempt running requests, last first, until `num_blocks` blocks are free.
 
-        If ended sequences will free enough blocks after the steps in flight, the request waits for
-        these blocks instead. Waiting delays the request by a step, but a preemption costs far more.
-        No other request takes new blocks in the meantime.
+        If sequences that have ended will free enough blocks after the steps in flight, no request
+        is preempted, and `request` waits for these blocks. The wait delays `request` by a step, but
+        a preemption costs far more. No other request takes new blocks during the wait.
 
         Returns:
             Whether `request` can continue in this step.
@@ -633,7 +633,7 @@ class Scheduler:
         return speculation.choose_num_drafts(num_decoding)
 
     def _reserve_slots(self, step: PlanBuilder, num_drafts: int) -> tuple[int, ...]:
-        """Reserve blocks for drafts, and return for how many tokens of each row there are slots.
+        """Reserve blocks for drafts, and return for each row the number of tokens that have slots.
 
         The blocks for the row's next token are allocated already. No block for drafts is allocated
         if a request waits for blocks, or if the running sequences might lack blocks in the next
@@ -840,7 +840,7 @@ class Scheduler:
 
 
 def _settle(sequence: Sequence, num_tokens: int) -> None:
-    """Correct a sequence's counters when the result of a step is read.
+    """Correct a sequence's numbers of computed and pending tokens after the host has read a step.
 
     Args:
         sequence: Sequence that the step computed.

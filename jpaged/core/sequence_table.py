@@ -1,4 +1,4 @@
-"""Queues of requests, and a table of the requests' sequences, with integrity checks."""
+"""Queues of requests, a table of the sequences of these requests, and integrity checks."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -185,7 +185,8 @@ class SequenceTable:
             num_in_flight_steps: Number of planned steps that are not read yet.
 
         Raises:
-            IntegrityError: A sequence is missing or superfluous, or its counters are inconsistent.
+            IntegrityError: A sequence is missing or superfluous, or its numbers of tokens are
+                inconsistent.
         """
         live_sequences = [
             sequence for request in unfinished_requests for sequence in request.live_sequences

@@ -63,7 +63,8 @@ class PreemptionPolicy:
     Attributes:
         mode: Strategy for restoring the KV of preempted groups.
         num_host_blocks: Maximum number of blocks in host memory.
-        costs: Measured costs, which `PreemptionMode.AUTO` needs.
+        costs: Measured times of prefill steps and swap transfers. `PreemptionMode.AUTO` requires
+            them.
     """
 
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
@@ -74,7 +75,10 @@ class PreemptionPolicy:
         if self.num_host_blocks < 0:
             raise ValueError(f"num_host_blocks must not be negative, got {self.num_host_blocks}")
         if self.mode is PreemptionMode.AUTO and self.costs is None:
-            raise ValueError("mode 'auto' needs costs: measure them, or choose another mode")
+            raise ValueError(
+                "preemption mode 'auto' needs costs, the measured times of prefill steps and swap "
+                "transfers: pass PreemptionCosts, or use mode 'recompute' or 'swap'"
+            )
 
 
 class SwapSpace:
@@ -113,7 +117,8 @@ class SwapSpace:
     # ---- out
 
     def should_swap(self, request: Request) -> bool:
-        """Return whether to swap a preempted group out rather than recompute its tokens."""
+        """Return whether to swap out the blocks of a preempted group. Otherwise, its tokens are
+        recomputed."""
         policy = self.policy
         if policy.mode is PreemptionMode.RECOMPUTE:
             return False
@@ -146,10 +151,10 @@ class SwapSpace:
     def measure_fit(self, request: Request) -> GroupFit:
         """Return the `GroupFit` of a swapped-out group, whether or not enough blocks are free.
 
-        The needed blocks include blocks for tokens that are not computed yet. Without them, the
-        group would be preempted again immediately. Blocks that the prefix cache holds are shared,
-        not copied. Blocks for drafts that were rejected after the group was swapped out are not
-        copied back.
+        The number of needed blocks includes blocks for tokens that are not computed yet. Without
+        these blocks, the group would be preempted again immediately. Blocks that the prefix cache
+        still holds are shared and not copied from host memory. Blocks that hold only drafts that
+        were rejected after the swap-out are not copied back.
         """
         manager = self._manager
         for sequence in request.live_sequences:

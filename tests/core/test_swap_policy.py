@@ -60,7 +60,7 @@ def test_auto_preemption_counts_tokens_shared_by_samples_once():
     ("arguments", "message"),
     [
         ((PreemptionMode.SWAP, -1), "num_host_blocks must not be negative, got -1"),
-        ((PreemptionMode.AUTO, 4), "mode 'auto' needs costs"),
+        ((PreemptionMode.AUTO, 4), "preemption mode 'auto' needs costs"),
     ],
 )
 def test_invalid_preemption_policy_is_refused(arguments: tuple, message: str):
