@@ -37,8 +37,8 @@ is throughput.
 """
 
 _MAX_LATE_FRACTION = 0.25
-"""Maximum fraction of rows with a late mask for which a step's waiting time is proportional to the
-fraction. With more late rows, see `WaitBudget`."""
+"""Up to this fraction of rows with late masks, a step may wait longer in proportion to the
+fraction. `WaitBudget` describes the rule for more late rows."""
 
 _MAX_STEP_S = 0.05
 """Upper limit in seconds for the step durations that `WaitBudget` measures. A longer interval
@@ -59,7 +59,8 @@ class ConstrainedSampler:
 
     Args:
         mask_client: Client of the mask worker; None if no request can have a grammar.
-        scheduler: Scheduler that planned the steps. The scheduler also plans skipped rows again.
+        scheduler: Scheduler that planned the steps. If a row skips a step because its mask is late,
+            the scheduler plans the row again in a later step.
         runner: Model runner that launches the sampling.
         mode: Whether the engine loop is overlapped or synchronous.
         requests: Unfinished requests of the loop, by request id.
@@ -84,7 +85,7 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers that end with a token of the step that is being read.
+        # Answers that are complete or failed after the tokens of the step that the loop reads now.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
@@ -150,7 +151,10 @@ class ConstrainedSampler:
         return handle, [*faults, *handle.faults], completed
 
     def await_mask_worker(self) -> None:
-        """Wait until the mask worker has received the tokens of `unread_step`, which is being read.
+        """Wait until the mask worker has received the tokens of `unread_step`. The engine loop
+        calls this method while it reads that step.
+
+        If the mask worker does not respond, the wait ends after a limited time.
 
         The caller must delay a Ctrl-C (`defer_interrupts`) during this call.
         """
@@ -182,7 +186,7 @@ class ConstrainedSampler:
         late: SequenceOf[int],
         heavy: Collection[int],
     ) -> bool:
-        """Return whether the step stops waiting for late masks.
+        """Return whether the step must stop waiting for late masks.
 
         If the function returns True, each row with a late mask skips the step. If a late row cannot
         skip the step, the request of the row fails.
@@ -241,14 +245,15 @@ class ConstrainedSampler:
 
 
 class WaitBudget:
-    """Limits how long a step waits for late masks while the mask worker responds.
+    """Limits how long a step waits for late masks, as long as the mask worker is responsive.
 
-    The basic budget is the time that the host has just waited for the device: the device computes
-    the layers of the step during the wait for masks. The budget then grows as follows:
+    While a step waits for masks, the device computes the layers of the step, so a wait of that
+    length costs little. The basic budget estimates that length by the time that the host has just
+    waited for the device. The budget then grows as follows:
 
-    - If at most 25 % of the rows are late, the budget grows by the duration of a step multiplied by
-      the fraction of late rows. The time that all rows then spend waiting equals the time that the
-      late rows would lose by skipping the step.
+    - If at most 25 % of the rows have late masks, the budget grows by the duration of a step
+      multiplied by the fraction of late rows. The total waiting time of all rows then equals the
+      total time that the late rows would lose if they skipped the step.
     - If more rows are late, the budget grows by the duration of a step, so rows without a grammar
       keep at least half of their speed. If all rows have a grammar, the budget is unlimited.
 

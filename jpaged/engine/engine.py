@@ -363,9 +363,9 @@ class Engine:
         """Return the log-probabilities of given completions.
 
         The engine computes each prompt together with its completion. The engine also samples one
-        token after the completion, which is dropped. If several completions share a prompt, the KV
-        of the prompt's full blocks is computed once, and later completions find these blocks in the
-        prefix cache.
+        token after each completion, and discards this token. If several completions share a prompt,
+        the KV of the prompt's full blocks is computed once, and later completions find these blocks
+        in the prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
@@ -415,9 +415,9 @@ class Engine:
 
         All requests of a group begin with the same full blocks. The lists come in pairs. The first
         list of a pair has one request of each group, which leaves the shared blocks in the cache.
-        The second list has the other requests of these groups. The groups of a pair need at most
-        half of the free blocks, so that the shared blocks stay cached. A pair has at least one
-        group.
+        The second list has the other requests of these groups. The groups of a pair together need
+        at most half of the free blocks, so that the shared blocks stay cached between the two
+        lists. A pair has at least one group, even if that group needs more blocks.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0
@@ -565,7 +565,8 @@ class Engine:
     # Prefixes
 
     def pin_prefix(self, prompt: object) -> int:
-        """Compute the KV of the full blocks of a prompt, and keep the blocks until `unpin_prefix`.
+        """Compute the KV of the full blocks of a prompt, and keep these blocks in the KV pool until
+        `unpin_prefix` is called.
 
         Other requests continue to run during the call, and `step` returns their outputs later.
         Pinned blocks are not available to other requests.
@@ -657,7 +658,8 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` was called, and `resume` was not called since."""
+        """Whether the engine is paused: `pause` was called, but `resume` was not called after
+        it."""
         return self._loop.is_paused
 
     def update_weights(
@@ -714,8 +716,9 @@ class Engine:
 
         Args:
             level: 1 frees the pool of keys and values. 2 also frees the engine's copy of the
-                weights; `update_weights` must be called before the next request, before or after
-                `wake_up`. With a `JaxModel`, the engine drops its references to the arrays.
+                weights. The caller must then call `update_weights` before the next request, either
+                before or after `wake_up`. With a `JaxModel`, 2 only drops the engine's references
+                to the arrays.
 
         Raises:
             ValueError: `level` is not 1 or 2, or a prefix is pinned.
@@ -738,7 +741,7 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether `sleep` was called, and `wake_up` was not called since."""
+        """Whether the engine sleeps: `sleep` was called, but `wake_up` was not called after it."""
         return self._loop.is_sleeping
 
     @property
@@ -766,7 +769,8 @@ class Engine:
     # The following methods report statistics and the state of the pool.
 
     def stats(self) -> EngineStats:
-        """Return the state of the pool and the queues, and counts since the engine started."""
+        """Return statistics: the current state of the KV pool and of the queues, and counts since
+        the engine started."""
         return self._loop.stats()
 
     def block_map(self) -> dict[int, BlockInfo]:
@@ -793,7 +797,8 @@ class Engine:
         return PoolWatch(self._loop.scheduler, num_token_blocks, self._loop.watches)
 
     def memory_report(self) -> MemoryReport:
-        """Return how the slots of the pool are used now, and how many blocks sharing saves.
+        """Return how the slots of the KV pool are used now, and how many more blocks the sequences
+        would need if they shared no blocks.
 
         Takes time proportional to the number of held blocks.
         """
@@ -810,8 +815,8 @@ class Engine:
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Check that the engine's records of blocks agree. Each block must be free, cached, or held
-        by exactly `ref_cnt` block tables and pins.
+        """Check that the engine's records of KV blocks agree. Each block must be free, cached, or
+        held by block tables and pins whose total number is the block's `ref_cnt`.
 
         Raises:
             IntegrityError: The counts, the block tables or the queues are inconsistent.

@@ -79,7 +79,8 @@ class EngineLoop:
         requests: Unfinished requests by id, including requests whose grammars are being compiled.
         undelivered: Requests with updates that `Engine.step` or `Engine.take_deltas` has not
             returned yet, as an ordered set.
-        counts: Counters since the start, by the names of `EngineStats` fields.
+        counts: Number of events of each kind since the start. The keys are names of `EngineStats`
+            fields.
         watches: Pool watches, which record the block copies of each launched plan. The set holds
             weak references, so that a watch leaves the set when the caller drops it, and so that
             the engine is freed without the garbage collector.
@@ -220,7 +221,8 @@ class EngineLoop:
                 self.scheduler.drop_kv()
 
     def _abort_requests(self) -> None:
-        """End all requests. Polled requests return the tokens that they have."""
+        """End all requests. `Engine.step` and `Engine.take_deltas` still return the tokens that
+        their requests already have."""
         with self._critical_section():
             aborted = list(self.requests.values())
             for state in aborted:
@@ -292,11 +294,12 @@ class EngineLoop:
     def update_weights(self, write: WriteFunction, version: int | None) -> None:
         """Read the steps in flight, then replace the weights.
 
-        Requests must be finished, unless the engine is paused. They keep their KV. No KV of the old
-        weights is shared with later requests.
+        The engine must be paused if requests are unfinished. These requests keep their KV. Later
+        requests never share KV that the old weights computed.
 
-        A Ctrl-C is delayed until all weights are written. An error while they are written ends the
-        engine, because some weights are old and others are new.
+        A Ctrl-C is delayed until all weights are written. If an error occurs while weights are
+        written, the engine cannot be used any more, because some weights are old and others are
+        new.
 
         Args:
             write: Function that writes checked parameters.
@@ -442,8 +445,8 @@ class EngineLoop:
         return handles
 
     def _record_launch(self, plan: StepPlan) -> None:
-        """Record a launched step in the counts, in the metrics of its requests, and in the pool
-        watches."""
+        """Record a launched step in `counts`, in the metrics of the step's requests, and in
+        `watches`."""
         counts, manager = self.counts, self.scheduler.block_manager
         # Do not count a plan without sequences and block moves as a step: it only reports failed
         # requests.
@@ -626,7 +629,7 @@ class EngineLoop:
         return notified
 
     def _notify_searches(self, searched: list[Request]) -> dict[RequestState, None]:
-        """Record the time of the first token of each beam search, and return the searches that
+        """Record the time of the first token of each beam search. Return the beam searches that
         ended."""
         ended: dict[RequestState, None] = {}
         for request in searched:

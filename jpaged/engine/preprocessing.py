@@ -410,8 +410,8 @@ class Preprocessor:
         """Return the tokenizer.
 
         Args:
-            purpose: First words of the error message, which name what needs the tokenizer, such as
-                "a text prompt".
+            purpose: Feature that needs the tokenizer, such as "a text prompt". The error message
+                begins with it.
 
         Raises:
             ValueError: The engine has no tokenizer.
@@ -436,7 +436,7 @@ class Preprocessor:
     ) -> RequestState:
         """Return a checked and tokenized request, ready for `EngineLoop.add`.
 
-        If the request is refused, the counters of ids and seeds do not change.
+        A refused request uses up no generated id and no generated seed.
 
         Args:
             prompt: The normalised prompt.

@@ -128,13 +128,14 @@ class PromptLogprobs(TokenLogprobs):
 
 
 class WeightVersions:
-    """Which weights made which tokens of an answer: pairs (version, index of the first token)."""
+    """Versions of the weights that made the tokens of an answer: pairs (version, index of the first
+    token that this version made)."""
 
     def __init__(self) -> None:
         self._starts: list[tuple[int, int]] = []
 
     def add(self, version: int, index: int) -> None:
-        """Record that the tokens from `index` on are made by other weights."""
+        """Record that the weights `version` make all tokens from `index` on."""
         if self._starts and self._starts[-1][1] == index:
             self._starts.pop()
         if not self._starts or self._starts[-1][0] != version:
@@ -385,7 +386,7 @@ class RequestState:
         return self.constraint is not None
 
     def start_version(self, version: int) -> None:
-        """Record that weights with this version make all tokens that are not read yet."""
+        """Record that the weights `version` make all tokens that the host has not read yet."""
         for sample in self.samples:
             if sample.sequence.finish_reason is None:
                 sample.weight_versions.add(version, sample.sequence.num_output_tokens)
@@ -468,8 +469,8 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if they allow a token, because the model's logits are then the cause of the
-        missing token.
+        Return None if both together allow a token. In that case, the model's logits caused the
+        error.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):

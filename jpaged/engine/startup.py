@@ -192,9 +192,8 @@ def build_jax_model_parts(
 
 
 def _check_mesh(mesh: AbstractMesh) -> None:
-    """Check that the caller's context sets no mesh of several devices, for which JAX would compile.
-
-    An engine that exists can be used in such a context.
+    """Check that the caller has not set a mesh of several devices, because JAX would compile the
+    engine's programs for that mesh. An engine that exists already can be used in such a context.
     """
     if mesh.size > 1:
         raise ValueError(
@@ -422,8 +421,8 @@ def _unsupported_cache_error(cache_dtype: str) -> ValueError:
 def _missing_kernels(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
 ) -> list[tuple[bool, str, str]]:
-    """Return the reasons for which `batch_invariant` does not work on a GPU, as tuples (whether the
-    reason applies, description, remedy)."""
+    """Return all possible reasons why `batch_invariant` may not work on a GPU, as tuples (whether
+    the reason applies, description, remedy)."""
     windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
     caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]
     has_prefill = runs_hopper_prefill(
