@@ -42,9 +42,11 @@ class AttentionInputs:
         block_tables: Block ids of each sequence, in order.
         seq_lens: Number of tokens of each sequence, including the tokens of this step; 0 for a
             padding sequence.
-        slot_mapping: Slot (block * S + offset) to which each token's K and V are written.
+        slot_mapping: Slot of the pool to which each token's K and V are written: block id * block
+            size + offset in the block.
         query_start_loc: Index at which each sequence begins in the flattened tokens, and the end of
-            the last sequence. None in a decode step, which has one token per sequence (T == B).
+            the last sequence. None in a decode step, which has one token for each of the B
+            sequences (T == B).
         backend: Implementation of the kernels. Static.
         call_shared: Function that calls code shared by several programs, so that the code is
             lowered once (see `paged_prefill_attention`). None: call the code directly. Static.
@@ -119,7 +121,8 @@ def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
 def _mean_square(
     heads: Float32[Array, "T heads H"], *, batch_invariant: bool
 ) -> Float32[Array, "T 1 1"]:
-    """Return for each token the mean of the squares of all numbers in the token's heads."""
+    """Return the mean square of each token: the mean over all channels of all heads of the
+    token."""
 
     def compute(heads: Float32[Array, "T heads H"]) -> Float32[Array, "T 1 1"]:
         return jnp.mean(heads * heads, axis=(1, 2), keepdims=True)

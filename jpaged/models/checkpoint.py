@@ -105,7 +105,8 @@ class WeightRule:
         source: Name of the tensor, without the prefix of the `WeightRules`.
         target: Path of the parameter. None: the tensor is known but not loaded, such as the copy of
             a tied output head.
-        shape: Shape of the piece in the parameter's layout; None for the shape of the parameter.
+        shape: Shape of the filled part ("piece") in the layout of the parameter; None for the shape
+            of the whole parameter.
         file_axes: For each axis of the tensor in the file, the axes of the piece that are flattened
             into the file's axis, slowest first. For example, ((1, 2), (0,)) means that a piece
             [D, heads, H] is stored as [heads * H, D]. None: the file has the axes of the piece.

@@ -1,8 +1,8 @@
 """Weight formats of experts: how their weights are stored, loaded, split and multiplied.
 
 `expert_format` returns the format of the experts of a layer. An instance holds the weights of all
-experts that the device holds. The experts of a layer have the scales and the rounding of dense
-projections in the same checkpoint (`jpaged.models.formats`, `jpaged.models.fp8`).
+experts of one layer that are on the device. Experts are quantized and rounded like the dense
+projections of the same checkpoint (`jpaged.models.formats`, `jpaged.models.fp8`).
 """
 
 from abc import abstractmethod
@@ -87,12 +87,12 @@ class ExpertFormat(nnx.Module):
     def rules(
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
-        """Return the rules that map the tensors of one source to parameters.
+        """Return the rules that map the weight at `source`, and its scales, to parameters.
 
         Args:
             config: Config of the model.
             experts: Experts of the layer.
-            source: The source.
+            source: Name of the weight in the checkpoint, and the parameter that the weight fills.
             target: Path of the `SparseFeedForward`.
         """
 
@@ -104,7 +104,10 @@ class ExpertFormat(nnx.Module):
 
 
 class UnquantizedExpertFormat(ExpertFormat):
-    """Unquantized weights in the model's dtype: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
+    """Unquantized weights in the model's dtype: `gate_up` [E, D, 2, F] and `down` [E, F, D].
+
+    E is the number of experts on the device, D the model's width, and F the width of one expert.
+    """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
         super().__init__(config, experts, dtype)
@@ -141,8 +144,9 @@ class UnquantizedExpertFormat(ExpertFormat):
 
 
 class FP8ExpertFormat(ExpertFormat):
-    """FP8 weights with one scale per output, and one dynamic scale per row of activations.
+    """FP8 weights with one scale per output. Each row of activations has one dynamic scale.
 
+    E is the number of experts on the device, D the model's width, and F the width of one expert.
     The weights are `gate_up` [E, 2, F, D] and `down` [E, D, F]; the scales are
     `gate_up_weight_scale` [E, 2, F] and `down_weight_scale` [E, D] in float32. This class quantizes
     the weights of an unquantized checkpoint while they are loaded.
@@ -161,7 +165,8 @@ class FP8ExpertFormat(ExpertFormat):
         self.down_weight_scale = zero_param(jnp.float32, count, *down)
 
     def _scale_shapes(self, inner: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the scales of one expert: for gate or up, and for down."""
+        """Return two shapes: of the scales of one expert's gate or up projection, and of its down
+        projection."""
         return (inner,), (width,)
 
     @override
@@ -298,11 +303,15 @@ def _sizes(config: ModelConfig, experts: ExpertsConfig) -> tuple[int, int, int]:
 
 
 def _fp8_layout(source: ExpertSource, count: int, width: int, inner: int) -> dict[str, Any]:
-    """Return the fields of a `WeightRule` for a parameter [E, 2, F, D] or [E, D, F].
+    """Return fields of the `WeightRule` that maps a weight in a checkpoint to an FP8 parameter.
+
+    The parameter is `gate_up` [E, 2, F, D] or `down` [E, D, F].
 
     Args:
-        source: The source.
-        count, width, inner: Sizes of E, D and F.
+        source: Name of the weight in the checkpoint, and the parameter that the weight fills.
+        count: Number of experts on the device (E).
+        width: Width of the model (D).
+        inner: Width of one expert (F).
     """
     is_gate_up, is_stacked = source.parameter == "gate_up", source.expert is None
     first = count if is_stacked else 1
@@ -322,10 +331,10 @@ def _layout(
     *,
     axis: int,
 ) -> dict[str, Any]:
-    """Return the fields of a `WeightRule` for the weight or the scales of one source.
+    """Return fields of the `WeightRule` that maps a weight or its scales to a parameter.
 
     Args:
-        source: The source.
+        source: Name of the weight in the checkpoint, and the parameter that the weight fills.
         shape: See `WeightRule`.
         file_axes: See `WeightRule`.
         axis: Axis of the parameter along which the projections of one expert are concatenated.

@@ -41,8 +41,8 @@ def router_logits(
 ) -> Float32[Array, "T E"]:
     """Return the logits of all experts for each row, in float32.
 
-    If `batch_invariant` is set, a row's bits do not depend on the other rows. The kernels of this
-    mode need a multiple of `BATCH_INVARIANT_UNIT` experts, so the router is padded.
+    If `batch_invariant` is set, a row's bits do not depend on the other rows. The batch-invariant
+    kernels need a multiple of `BATCH_INVARIANT_UNIT` experts, so the router is padded with zeros.
     """
     if not batch_invariant:
         return einsum("td,ed->te", x, router, out=jnp.float32)

@@ -47,7 +47,7 @@ from pallas_kernels import (
 
 
 class _FP8Base(WeightFormat):
-    """Base class of the FP8 formats: an FP8 weight, and rows that are quantized to FP8.
+    """Base class of the formats that store a weight in FP8 and quantize input rows to FP8.
 
     With static scales, `input_scale` holds one scale per part of the projection. The rows are
     quantized once for all parts, with the largest of these scales.

@@ -1,6 +1,7 @@
 """Config and weight rules of GPT-2 (Radford et al. 2019).
 
-GPT-2 has learned positions, LayerNorm before attention and feed-forward, and GELU.
+GPT-2 has learned positions and the activation GELU. In each layer, one LayerNorm precedes the
+attention and another precedes the feed-forward.
 """
 
 from jpaged.models.checkpoint import WeightRule, WeightRules

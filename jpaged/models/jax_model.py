@@ -57,8 +57,9 @@ class JaxModel:
             D] of the hidden states. If it has a parameter `step`, it gets the operations of
             `ModelOps` as this argument.
         num_layers: Number of layers that call `step.attend`.
-        num_kv_heads: Number of KV heads; a sequence has one number per layer.
-        head_size: Width of one head; a sequence has one width per layer.
+        num_kv_heads: Number of KV heads: one int for all layers, or a sequence with one int per
+            layer.
+        head_size: Width of one head: one int for all layers, or a sequence with one int per layer.
         vocab_size: Number of logits per token (V).
         max_positions: Maximum number of tokens of a sequence that the model supports.
         eos_token_ids: Tokens that end an answer, in addition to the tokenizer's end token.

@@ -3,7 +3,8 @@
 `ModelParameters.prepare` checks all arrays first, by the rules that also load checkpoints. The
 returned function then writes one parameter after another. The device transposes, casts, quantizes
 and fuses the arrays of a parameter in one program, and writes them over the old values. No value
-passes through the host, and at most one unsharded parameter is extra in memory at a time.
+passes through the host. The extra device memory at any time is at most the size of one unsharded
+parameter.
 """
 
 import math
@@ -74,7 +75,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Description of how the arrays of one parameter are written, with the scales of FP8 weights.
+    """Description of how arrays are written into one parameter and, for FP8 weights, into its
+    scales.
 
     Attributes:
         pieces: Position of each array within the parameter.
@@ -160,9 +162,9 @@ class ModelParameters:
         return partial(self._write, arrays, writes)
 
     def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Free the parameters, and return them for the function that `prepare` returns.
+        """Free the device memory of the parameters, except parameters that an update may keep.
 
-        Parameters that an update may leave as they are stay on the device.
+        Return `leaves`, whose freed arrays the function from `prepare` replaces.
         """
         for path, leaf in zip(self._paths, leaves, strict=True):
             if not path.endswith(_KEPT_SUFFIXES):
@@ -174,8 +176,8 @@ class ModelParameters:
     ) -> list[_Write]:
         """Check names, shapes and dtypes, and return the writes of all parameters.
 
-        An update like the last one gets the same writes, because planning takes longer than
-        launching them.
+        If the arrays have the same names, shapes and dtypes as in the last update, reuse the last
+        plan, because planning takes longer than launching the writes.
         """
         if not is_state:
             self._check_head(arrays)
@@ -347,9 +349,9 @@ def _state_rules(
 ) -> tuple[WeightRules, list[TensorInfo]]:
     """Return the rules that map the state of a model to the parameters of the engine.
 
-    A parameter has its own name in the state. If the engine quantizes a projection, and the state
-    has no scales, the weight in the state is [*inputs, *outputs]. The weights of experts then have
-    the layout of an `UnquantizedExpertFormat`.
+    An array in the state has the same name as the engine's parameter. If the state has no scales
+    for a projection that the engine quantizes, the weight in the state must be [*inputs, *outputs].
+    In that case, weights of experts must have the layout of an `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -357,8 +359,8 @@ def _state_rules(
         tensors: Arrays in the state.
 
     Returns:
-        The rules, and the tensors. Weights that are quantized have the shape [inputs, outputs] that
-        the rules expect.
+        The rules, and `tensors` in which each weight that will be quantized has the shape [inputs,
+        outputs].
     """
     quantized, rules, shapes = set[str](), list[WeightRule](), dict[str, tuple[tuple, tuple]]()
     for path in specs:
@@ -405,7 +407,11 @@ class _FileTensors(Mapping[str, np.ndarray]):
 
 
 def _check_folder(folder: Path) -> Path:
-    """Return the folder, which must exist and contain only regular files to read."""
+    """Return the checkpoint folder `folder`.
+
+    Raise an error if the folder does not exist, or if a file that would be read is a FIFO, a socket
+    or a device. Other files in the folder are not checked.
+    """
     if not folder.is_dir():
         raise ValueError(f"params={str(folder)!r} is not a folder: pass a checkpoint's folder")
     return resolve_checkpoint(folder)
@@ -505,7 +511,11 @@ def _write_pieces(
     tensors: Sequence[jax.Array],
     layout: _Layout,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Write arrays into an unsharded parameter, and the scales of quantized arrays."""
+    """Write arrays into an unsharded parameter, and return the updated parameter and its scales.
+
+    If `scale` is not None, quantize the arrays to FP8, and write the scale of each output into
+    `scale`.
+    """
     for piece, tensor in zip(layout.pieces, tensors, strict=True):
         if piece.is_scalar:
             tensor = jnp.broadcast_to(tensor.reshape([1] * len(piece.shape)), piece.shape)

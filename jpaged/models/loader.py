@@ -108,7 +108,8 @@ class TensorPlacement:
 
     @property
     def start(self) -> np.ndarray:
-        """Index of the tensor's first element in the parameter, int32, one entry per axis."""
+        """Index in the parameter at which the tensor's first element is written: int32, one entry
+        per axis."""
         start = np.zeros(len(self.shape), np.int32)
         for axis, offset in self.rule.offsets.items():
             start[axis] = offset
@@ -135,7 +136,8 @@ class ModelPlan:
         abstract_model: The model that each device computes. Instead of values, its parameters are
             the `jax.ShapeDtypeStruct`s of the global arrays.
         unsharded_specs: Shapes and dtypes of the model on a single device, by path.
-        placements: Places of the checkpoint's tensors; None for random weights.
+        placements: Positions of the checkpoint's tensors within the parameters; None for random
+            weights.
     """
 
     config: ModelConfig
@@ -395,8 +397,8 @@ def _resolve_tied_head(
     """Return the config and the weight rules that match the checkpoint's output head.
 
     The config changes only if it ties the head to the embedding. As in transformers, the head stays
-    tied if the checkpoint's head and embedding are equal after casting to `dtype`. If a checkpoint
-    has a head but no embedding, the head is loaded as the embedding.
+    tied if the checkpoint's head and embedding are equal after casting to `dtype`. If the head is
+    tied and the checkpoint has a head but no embedding, the head is loaded as the embedding.
     """
     if not config.tie_word_embeddings:
         return config, rules

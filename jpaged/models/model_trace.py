@@ -94,8 +94,8 @@ def _has_floats(equation: Any) -> bool:
 def _user_line(*equations: Any) -> str:
     """Return the line of the user's code that called the first equation, as text.
 
-    If JAX knows no line of user code for an equation, use the next equation. JAX may share the
-    trace of an inner function, whose lines are then JAX's.
+    If JAX knows no line of user code for an equation, use the next equation. This happens if JAX
+    reuses the trace of one of its own functions.
     """
     libraries = Path(jax.__file__).parent, Path(__file__).parents[1]
     for equation in equations:
@@ -107,7 +107,8 @@ def _user_line(*equations: Any) -> str:
 
 
 class ModelDigests:
-    """Digests of a user's functions, which say whether a stored program is still theirs.
+    """Digests of a user's functions, which show whether a stored program was compiled from the same
+    functions.
 
     A digest covers the lowered text of the functions, with the constants in it, for the numbers of
     rows of one program. Python code may compute differently for other numbers of rows. Calls of

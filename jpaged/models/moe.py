@@ -1,7 +1,7 @@
 """Configs of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and their weight rules.
 
-In both families, every layer has experts. The attention of Mixtral is Mistral's. OLMoE normalizes
-all query heads of a token together, and all key heads.
+In both families, every layer has experts. Mixtral has the same attention as Mistral. OLMoE applies
+one RMSNorm over all query heads of a token, and another over all key heads.
 """
 
 from jpaged.models.checkpoint import WeightRules

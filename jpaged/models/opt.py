@@ -1,7 +1,7 @@
 """Config and weight rules of OPT (Zhang et al. 2022, arXiv:2205.01068).
 
-OPT-350m differs from the other sizes: its norms follow each residual sum, and projections connect
-the width of the embedding and the width of the layers.
+OPT-350m differs from the other sizes in two ways. In OPT-350m, a norm follows each residual sum.
+Its embedding and its layers have different widths, so projections convert between the two widths.
 """
 
 from jpaged.models.checkpoint import WeightRule, WeightRules

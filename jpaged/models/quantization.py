@@ -153,9 +153,9 @@ class _ScaleScheme(NamedTuple):
     """The granularity of FP8 scales, and whether every step computes new scales.
 
     Attributes:
-        strategy: What shares one scale: a "tensor", a "channel" (one output of the weight), a
-            "token" (one row of activations), a "block" of the weight or a "group" of consecutive
-            numbers in a row.
+        strategy: Set of numbers that share one scale: a whole "tensor", a "channel" (one output of
+            the weight), a "token" (one row of activations), a "block" of the weight or a "group" of
+            consecutive numbers in a row.
         is_dynamic: Whether each step computes the scales. Otherwise, the checkpoint holds them.
     """
 

@@ -1,8 +1,8 @@
 """Config and weight rules of Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
 
-The layers are LLaMA's. Qwen2 (arXiv:2407.10671) and Qwen2.5 (arXiv:2412.15115) add biases to q, k
-and v. Qwen3 (arXiv:2505.09388) adds an RMSNorm to each query and key head. Qwen3-MoE replaces the
-feed-forward of some or all layers by experts.
+The layers equal those of LLaMA, with these differences. Qwen2 (arXiv:2407.10671) and Qwen2.5
+(arXiv:2412.15115) add biases to q, k and v. Qwen3 (arXiv:2505.09388) adds an RMSNorm to each query
+and key head. Qwen3-MoE replaces the feed-forward of some or all layers by experts.
 """
 
 from collections.abc import Mapping
