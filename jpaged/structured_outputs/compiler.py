@@ -120,7 +120,7 @@ def _generate_random_tokens(matcher: Matcher) -> None:
 
 
 class GrammarCompiler:
-    """Compiler and cache of grammars for one tokenizer. Thread-safe.
+    """Compiles grammars for one tokenizer, and caches the compiled grammars. Thread-safe.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -164,8 +164,9 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                # `LexerMemory` counts what is allocated after its creation, so create it after the
-                # vocabulary.
+                # `LexerMemory` counts the memory that the process allocates after the object is
+                # created. Create the object after the vocabulary, so that the vocabulary is not
+                # counted.
                 self._memory = LexerMemory()
 
     def submit(
@@ -182,8 +183,8 @@ class GrammarCompiler:
             Future of the matchers. It raises `GrammarError` if the grammar cannot be compiled.
         """
         with self._lock:
-            # A cached grammar takes little time, so it must not wait in the queue behind
-            # compilations.
+            # A request for a cached grammar takes little time, so the request must not wait in the
+            # queue behind compilations.
             known = self._cache.get(spec)
             kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._submit_to_pool(kind, self._make_matchers, spec, ending_ids, count)
@@ -318,8 +319,8 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar is within the limits. Later compilations of it get more fuel, because a new
-        # lexer must also replay the tokens of an answer.
+        # The grammar is within the limits. Later compilations of the same grammar get more fuel,
+        # because a new lexer must also replay the tokens of an answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )

@@ -1,4 +1,4 @@
-"""Pools of llguidance's lexers, and the memory of all lexers.
+"""Pools of llguidance's lexers, and a measure of the memory that all lexers take.
 
 A lexer holds a grammar's compiled tokenizer rules. It keeps a state for every text that an answer
 has contained, so a lexer grows with the answers that use it.
@@ -68,7 +68,7 @@ def _trim_heap() -> None:
 
 
 class LexerMemory:
-    """Memory of all lexers, measured as the growth of this process since the object was created.
+    """Measures the memory of all lexers as the growth of this process since the object was created.
 
     llguidance does not report the size of a lexer, and the mask worker allocates little else.
     """
@@ -193,7 +193,8 @@ class LexerPool:
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
-        """Return an existing lexer as `acquire` does; None if a lexer must be compiled."""
+        """Return an existing lexer by the rules of `acquire`; None if a new lexer must be
+        compiled."""
         with self._lock:
             self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
@@ -210,8 +211,8 @@ class LexerPool:
 
     def release(self, lexer: Lexer, use: LexerUse, consumed: list[int]) -> None:
         """Take back the lexer of a finished answer that consumed the tokens `consumed`."""
-        # Take no lock, because the garbage collector may call this method in a thread that holds
-        # it.
+        # Do not take `_lock`, because the garbage collector may call this method in a thread that
+        # holds `_lock`.
         lexer.num_tokens += len(consumed)
         if use is LexerUse.EXCLUSIVE:
             self._spare.append(lexer)

@@ -1,8 +1,8 @@
 """The engine's side of the mask worker, the process that compiles grammars and makes masks.
 
-Python code in the engine's process takes the GIL from the thread that launches steps. With 64
-rows that costs more than the masks. Therefore matchers and masks live in the mask worker
-(`mask_worker.py`), which starts with the first grammar.
+If Python code in the engine's process made the masks, it would take the GIL from the thread that
+launches steps. With 64 rows, that would cost more time than the masks themselves. Therefore
+matchers and masks live in the mask worker (`mask_worker.py`), which starts with the first grammar.
 
 A thread of the engine waits for the device and sends sampled tokens to the worker over a socket.
 The states of answers and their masks are in shared memory.
@@ -244,7 +244,7 @@ class MaskWorkerClient:
             )
 
     def answer_error(self, answer: Answer) -> GrammarError | None:
-        """Return the error of a failed answer; None if the answer has not failed."""
+        """Return the error that made an answer fail; None if the answer has not failed."""
         if self._memory.states[answer.memory_index] < AnswerState.FAILED:
             return None
         return self._memory.read_error(answer.memory_index)
@@ -259,7 +259,7 @@ class MaskWorkerClient:
     ) -> None:
         """Send the last step's tokens to the worker, which makes the next masks.
 
-        The step is the last one that was passed to `gather_masks`.
+        The last step is the step of the last call of `gather_masks`.
 
         Args:
             skipped: Positions of answers in the argument `items` of `gather_masks`. Those answers
@@ -280,8 +280,8 @@ class MaskWorkerClient:
         if not answers:
             return
         self._pending_answers, self._pending_indices = answers, where[0]
-        # Set the state PENDING before the tokens are sent. Otherwise the next step might use an old
-        # mask.
+        # Set the states of the answers to PENDING before the tokens are sent. Otherwise, the next
+        # step might use old masks.
         self._memory.states[self._pending_indices] = AnswerState.PENDING
         self._unsent_message = partial(_tokens_message, where, tokens)
         if send_now:
@@ -310,8 +310,8 @@ class MaskWorkerClient:
         A KeyboardInterrupt must not interrupt this method.
 
         Returns:
-            The answers that are over. The worker's threads may still be matching tokens of other
-            answers: `await_end` and `gather_masks` wait for these answers.
+            The answers that are complete or have failed. For other answers, threads of the worker
+            may still be matching tokens; `await_end` and `gather_masks` wait for these threads.
         """
         if not self._pending_answers:
             return set()

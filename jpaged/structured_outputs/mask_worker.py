@@ -9,8 +9,8 @@ llguidance takes 15 to 30 us for most masks. Two cases are slow:
   a walk through the whole vocabulary, 1 to 2 ms.
 - If a grammar is ambiguous, matching a token may take several milliseconds.
 
-So the worker makes the masks of all answers in one call until some masks are slow. Answers that may
-have slow masks are then served one by one in threads (`_WorkerAnswer`).
+Therefore, the worker makes the masks of all answers in one call as long as no mask is slow. Answers
+that may have slow masks are served one by one in threads (`_WorkerAnswer`).
 """
 
 import faulthandler
@@ -138,7 +138,8 @@ class AnswerState(IntEnum):
     1. The engine changes FREE to PENDING and sends BEGIN.
     2. The worker compiles the grammar, makes the first mask and sets READY or FAILED.
     3. The engine sets PENDING and sends a token (TOKENS). The worker then sets READY, STOPPED or
-       FAILED. It sets HEAVY first if that takes long. This step repeats for each token.
+       FAILED. If this work takes long, the worker sets HEAVY in the meantime. Step 3 repeats for
+       each token.
     4. The engine sends END. The worker sets FREE once none of its threads writes to the entry.
 
     If the worker ends, the engine sets DROPPED. The worker changes `MaskMemory.counts` after the
@@ -240,9 +241,10 @@ class _WorkerAnswer:
       measure it.
     - `needs_mask_thread`: the answer's last mask was slow, or the next mask must be timed, or the
       lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens and the
-      grammar recently had slow masks (`Matcher.mask_timing`). The thread makes only the mask.
+      grammar recently had slow masks (`Matcher.mask_timing`). In this case, the thread makes only
+      the mask, and a batch matches the token.
 
-    Timing is needed because in strings of bounded length a fast mask may precede a slow mask.
+    Timing is needed because a fast mask may precede a slow mask in strings of bounded length.
     """
 
     __slots__ = (

@@ -47,7 +47,7 @@ class GrammarError(RequestError):
 
 
 def spec_error(spec: StructuredOutputs, words: str) -> GrammarError:
-    """Return the error that a specification cannot be enforced. `words` gives the reason."""
+    """Return an error that says that a specification cannot be enforced, for the reason `words`."""
     words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_REPLACEMENT)
     reason = " ".join(words.split())[:300]
     return GrammarError(f"structured_outputs.{spec.kind}", f"cannot be enforced: {reason}")
@@ -176,7 +176,8 @@ class Matcher:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether only the grammar decides, because the reasoning and its line breaks are over."""
+        """Whether only the grammar decides which tokens are allowed, because the reasoning and the
+        line breaks after it are over."""
         return (
             self._reasoning_tail is None
             and not self._is_in_opening_tag
@@ -282,7 +283,8 @@ class Matcher:
         """Return the error of `inner`; if the lexer is broken, set `needs_lexer` and return None.
 
         A lexer breaks when it has too many states, and then all matchers that share the lexer fail.
-        All answers that used the lexer added states, so another answer may be the cause.
+        All answers that used the lexer have added states to it, so this answer need not be the
+        cause.
         """
         probe = self._lexer.initial_matcher.deep_copy()
         probe.compute_bitmask()
@@ -349,7 +351,7 @@ class Matcher:
             The error if the grammar has failed or allows no next token, otherwise None. If
             `needs_lexer` was set, the mask is not valid.
         """
-        # No end token may follow, because the constrained text must still come.
+        # Forbid end tokens, because the answer must still contain the constrained text.
         if self.is_in_reasoning:
             mask[:] = self.vocabulary.not_eos_mask
             self._forbid_ending_ids(mask)

@@ -27,7 +27,8 @@ class PropertyCount:
 
     @classmethod
     def from_schema(cls, schema: Schema) -> "PropertyCount":
-        """Return the limits that a JSON schema sets on the number of an object's properties."""
+        """Return the limits that a JSON schema sets on the number of an object's optional
+        properties."""
         required, max_optional = set(schema.get("required", ())), schema.get("maxProperties")
         named = schema.get("properties", {}).items()
         allows_other_names = schema.get("additionalProperties", True) is not False
@@ -75,8 +76,10 @@ class PropertyCount:
                         counts if self.allows_other_names else {}
                     )
             return
-        # Yield one case for each choice of the first `min_optional` optional properties that an
-        # object has.
+        # Take an object with at least `min_optional` properties of `optional_names`. Let `names` be
+        # the first `min_optional` of them in the order of `optional_names`. Yield one case for each
+        # possible `names`. The case requires all `names`, and forbids all other optional properties
+        # before the last of `names`. Each such object thus matches exactly one case.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
@@ -85,7 +88,7 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether `max_optional` excludes any object."""
+        """Whether an object can exceed `max_optional`, so that the maximum must be enforced."""
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
         )

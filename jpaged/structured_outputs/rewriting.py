@@ -206,7 +206,8 @@ def _intersect_sets(
 
 
 def _value_key(value: Any) -> Any:
-    """Return a hashable key that is equal for equal JSON values: for 1 and 1.0, but not true."""
+    """Return a hashable key. Two values have equal keys if and only if they are equal as JSON
+    values: 1 equals 1.0, but 1 does not equal true."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _value_key(it)) for name, it in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Check that a grammar can enforce a JSON schema. Errors name the path of the invalid part."""
+"""Check that llguidance can enforce a JSON schema. Errors name the path of the invalid part."""
 
 import difflib
 import re
@@ -87,7 +87,8 @@ class _SchemaChecker:
 
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
-        # Schemas by `id()`. The ids stay unique because the dict keeps the schemas alive.
+        # Maps `id(schema)` to the schema. The ids stay unique because the dict keeps the schemas
+        # alive.
         self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
         # Target of each `$ref`, by the id of the schema that contains the `$ref`.
         self._targets: dict[int, Any] = {}
@@ -439,7 +440,9 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 def _intersect_counts(
     one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Return the possible `_ExtraNames` of an object that matches two schemas.
+    """Return the possible limits on extra names of an object that matches two schemas.
+
+    Extra names are property names that `properties` does not list (see `_ExtraNames`).
 
     Args:
         one, other: The possible `_ExtraNames` of each schema, one for each case of an `anyOf` or

@@ -169,7 +169,8 @@ class _RepetitionCounter:
         self._last_product = 1  # product of nested repetition counts in the last item or group
 
     def add_item(self) -> None:
-        """Count an item such as a character. A call of `repeat_last` may follow."""
+        """Count an item, such as a character. If a repetition follows the item in the text, call
+        `repeat_last` next."""
         self._last_product = 1
 
     def open_group(self) -> None:

@@ -13,10 +13,10 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class GrammarTrial:
-    """Test run of a structured-output specification: compiles it and makes masks.
+    """Test run of structured-output specifications, which compiles a specification and makes masks.
 
-    The limits in `bounds` may miss an expensive specification. So a server tries each new
-    specification in a process with less stack, memory and time than the engine has. Only `run`
+    The limits in `bounds` may not detect an expensive specification. Therefore, a server tries each
+    new specification in a process with less stack, memory and time than the engine has. Only `run`
     starts threads, so a process may create a `GrammarTrial` and then fork.
 
     Args:
