@@ -251,8 +251,8 @@ class TextStream:
             yield
 
     def _safe_end(self, tags: Sequence[str]) -> int:
-        """Return the end of the text that cannot be the beginning of a tag. If the text ends with
-        an incomplete tag, this is the position of that tag; otherwise, it is the length of the
+        """Return the position before which no tag of `tags` can begin. If the text ends with an
+        incomplete tag, this is the position of that tag. Otherwise, it is the length of the
         text."""
         text, at = self._text, self._position
         starts = (tag[:i] for tag in tags for i in range(1, len(tag)))

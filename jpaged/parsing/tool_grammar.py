@@ -166,7 +166,8 @@ class CallGrammar:
         return "" if self.has_text and not self._is_special(tag) else self._tag_rule(tag)
 
     def _arguments_rule(self, function: Mapping[str, Any]) -> str:
-        """Return the body of a grammar rule for the arguments of a function, as JSON."""
+        """Return the body of a grammar rule, in Lark syntax, that matches a function's arguments
+        written as JSON."""
         return json_rule(_closed_schema(function) if self._is_enforced(function) else _ANY_OBJECT)
 
     def _sequence_rules(self, start: str, separator: str, end: str) -> Iterator[str]:

@@ -168,9 +168,10 @@ def _verify_sizes(
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
     """Return the batch sizes of bursts.
 
-    The smallest batch size is included because a request often runs alone. The other sizes are the
-    largest one up to `SMALL_BATCH_SEQS`, and above it only powers of two and the last size. All
-    other sizes are left out, because each size adds two programs to compile.
+    The result contains the smallest decode batch size, because a request often runs alone, and the
+    largest decode batch size of at most `SMALL_BATCH_SEQS`. Of the larger decode batch sizes, it
+    contains the powers of two and the maximum, if a burst of that size has at most `MAX_BURST_ROWS`
+    rows. All other sizes are left out, because each size adds two programs to compile.
     """
     if num_steps == 1:
         return ()

@@ -218,8 +218,13 @@ class RowMarks(NamedTuple):
 def pack_marks(
     rows: Mapping[int, RowMarks], padding_row: int, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield the arguments for the calls of `load_rows` that initialize the device rows in `rows`:
-    one int32 array [2 N + 3 E] for each call."""
+    """Yield the argument `marks` for each call of `load_rows` that is needed to initialize the
+    device rows in `rows`.
+
+    Each argument is one int32 array [2 N + 3 E]. It holds N row indices and their N prompt lengths,
+    then E row indices with E token ids and E marks. N is `ROWS_PER_LOAD`, and E is
+    `TOKENS_PER_LOAD`.
+    """
     items = list(rows.items())
     for first in range(0, len(items), ROWS_PER_LOAD):
         part = items[first : first + ROWS_PER_LOAD]

@@ -95,7 +95,10 @@ class Generation(ABC):
 
     @abstractmethod
     def _answer_body(self, answers: list[list[TextDelta]]) -> JsonObject:
-        """Return the body of a whole answer, given the deltas of each answer."""
+        """Return the JSON body of a response that is not streamed.
+
+        `answers` has a list of deltas for each answer in the response.
+        """
 
     def _process_delta(self, number: int, delta: TextDelta) -> None:
         """Process one delta of an answer that is not streamed, as soon as the delta arrives."""
