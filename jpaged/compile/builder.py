@@ -95,7 +95,7 @@ class ProgramBuilder:
         self._measurers = ThreadPoolExecutor(_NUM_MEASURING_THREADS)
         self._futures: dict[ProgramName, Future[Any]] = {}
         self._loaded: set[ProgramName] = set()
-        # Whether the program that the thread looked up last was in JAX's cache.
+        # For each thread: whether JAX's cache contained the program that the thread looked up last.
         self._last_lookup = local()
         self._closed = False
         self._may_compile = Event()

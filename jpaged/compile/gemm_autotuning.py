@@ -326,7 +326,9 @@ def read_record(path: Path) -> GemmRecord:
     for name in record.results:
         parts = PurePosixPath(name).parts
         if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
-            raise ValueError(f"{name!r} is not the relative path of a file")
+            raise ValueError(
+                f"the record of measurements has {name!r}, not the relative path of a file"
+            )
     return record
 
 

@@ -52,7 +52,7 @@ class LoweredProgram:
         """
         payload = read_payload(Path(self.path))
         if payload is None:
-            raise ValueError(f"{self.path} is missing or damaged")
+            raise ValueError(f"the stored program {self.path} is missing or damaged")
         exported = export.deserialize(bytearray(payload))
 
         def run(*arguments, **keywords):
@@ -91,7 +91,8 @@ class LoweredPool:
         self._messages: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
-        self._ended: set[int] = set()  # workers that compile nothing more
+        # Workers that compile nothing more.
+        self._ended: set[int] = set()
         # Whether a program with the user's functions could not be stored. If so, the thread of the
         # engine's builder traces all other programs, because two threads must not call the user's
         # functions at the same time.

@@ -175,7 +175,8 @@ def run_compile_job(
     store = open_program_store(job.cache_dir, shard_config, draft, device)
     if store is None or store.dependency_digest != job.dependency_digest:
         raise ValueError(
-            "the code, settings or device memory of the worker and of the engine's process differ"
+            "this worker cannot compile programs for the engine: its code, settings or device "
+            "memory differ from those of the engine's process"
         )
     split, limits = SplitModel.of(draft), cast(RuntimeConfig, job.limits)
     shared_calls = SharedCalls(limits.backend)
