@@ -300,7 +300,7 @@ def check_pin_fits(
         if needed > num_remaining_blocks:
             raise ValueError(
                 f"pinning {format_count(num_new_blocks, 'block')} leaves {num_remaining_blocks}, "
-                f"but request {request.request_id!r} may need {needed}: "
+                f"but request {request.request_id!r} may need {needed} blocks: "
                 "wait until the request has finished, or raise num_blocks"
             )
 

@@ -263,8 +263,9 @@ class BlockManager:
         """Return the blocks of the sequence's longest cached prefix.
 
         Args:
-            sequence: Sequence whose tokens are looked up. If the sequence may register no blocks,
-                no prefix is returned, because other weights may have computed the sequence's KV.
+            sequence: Sequence whose tokens are looked up. If registration of the sequence's blocks
+                has ended, no prefix is returned, because old weights may have computed the
+                sequence's KV.
             max_tokens: Maximum length of the prefix. By default the last token is left out, because
                 a step must compute at least one token to sample from. The prefix is never longer
                 than `sequence.max_cached_tokens`.

@@ -59,9 +59,10 @@ class Scheduler:
     Among requests of one priority, all running requests arrived before all waiting requests.
 
     With speculative decoding, a step returns up to `1 + num_drafts` tokens per sequence, or none.
-    The scheduler plans with the lowest possible number of tokens until it has read the steps. The
-    device knows the actual number, and stops a sequence at its limit (`StepPlan.limits`). The
-    scheduler reserves blocks for drafts only while no request waits for blocks.
+    Until the scheduler has read a step, it assumes that the step returned the lowest possible
+    number of tokens. The device knows the actual number, and stops a sequence at the sequence's
+    limit (`StepPlan.limits`). The scheduler reserves blocks for drafts only while no request waits
+    for blocks.
 
     Attributes:
         config: Limits of the scheduler.
@@ -783,7 +784,10 @@ class Scheduler:
             Requests whose beam search took a step.
         """
         if candidates is None:
-            raise ValueError("candidates is None: pass the candidates of a step with a beam search")
+            raise ValueError(
+                "candidates is None, but the step sampled for a beam search: "
+                "pass the candidates of a step with beams"
+            )
         for beam, row in beam_rows:
             beam.candidates = BeamCandidates(candidates.token_ids[row], candidates.logprobs[row])
         advanced_beam_requests = []

@@ -48,7 +48,10 @@ class Speculation:
         if num_drafts < 1:
             raise ValueError(f"num_drafts must be at least 1, got {num_drafts}")
         if any(a[0] >= b[0] for a, b in pairwise(costs)):
-            raise ValueError(f"costs={costs!r} must be sorted by number of rows, each number once")
+            raise ValueError(
+                f"costs={costs!r} must list pairs (number of rows, cost) "
+                "with rising numbers of rows"
+            )
         self.num_drafts = num_drafts
         self.num_verified_rows = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_verify_steps = self.num_mixed_steps = 0
