@@ -670,9 +670,9 @@ class Engine:
         All arrays are checked before the first one is written. Nothing passes through the host, and
         no step is compiled again. docs/live_weights.md has examples.
 
-        Cached prefixes are removed, because the old weights computed their KV. Requests that a
-        pause keeps continue with their KV, which no other request ever shares. Pinned blocks stay
-        allocated, but are not shared again.
+        Cached prefixes are removed, because the old weights computed their KV. Unfinished requests
+        of a paused engine continue with their old KV, which no other request ever shares. Pinned
+        blocks stay allocated, but are not shared again.
 
         Args:
             params: For a checkpoint, a dict from the names of its tensors to JAX arrays, or an
@@ -712,7 +712,8 @@ class Engine:
         """Free device memory until `wake_up`.
 
         While the engine sleeps, it launches no steps, as during a `pause`. Cached prefixes are
-        removed. Requests that a pause keeps compute all their tokens again after `wake_up`.
+        removed. Unfinished requests of a paused engine compute all their tokens again after
+        `wake_up`.
 
         Args:
             level: 1 frees the pool of keys and values. 2 also frees the engine's copy of the

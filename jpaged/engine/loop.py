@@ -1,9 +1,9 @@
 """The engine's loop: schedule, launch, read and update, one step at a time.
 
-In each turn, the overlapped loop launches a step, and then reads the tokens of the step that the
-previous turn launched. The device thus always has another step queued. The synchronous loop reads
-the step that it has just launched. Both loops produce the same tokens, apart from rounding
-differences between batches of different composition.
+In each iteration, the overlapped loop launches a step, and then reads the tokens of the step that
+the previous iteration launched. The device thus always has another step queued. The synchronous
+loop reads the step that it has just launched. Both loops produce the same tokens, apart from
+rounding differences between batches of different composition.
 
 If a row of a step has a grammar, the mask of the row depends on its previous token. The loop then
 launches the layers of the step, reads the previous step, and launches the sampling (see
@@ -56,7 +56,7 @@ def defer_interrupts() -> Iterator[None]:
 
 
 class PauseMode(StrEnum):
-    """What happens to unfinished requests when an engine pauses, with vLLM's names."""
+    """How a pause treats unfinished requests. The modes have the same names as in vLLM."""
 
     KEEP = "keep"  # they continue after the pause
     WAIT = "wait"  # the pause begins when they have finished
@@ -139,9 +139,8 @@ class EngineLoop:
             raise RuntimeError(message) from RuntimeError(self._failure)
 
     def advance(self, goal: SchedulingGoal) -> list[RequestState]:
-        """Launch a step or a burst of steps, and read the steps that the previous turn launched.
-
-        The synchronous loop also reads the steps that this call launches.
+        """Launch a step or a burst of steps, and read the steps that the previous call launched. In
+        the synchronous loop, also read the steps that this call launches.
 
         Args:
             goal: Goal of the steps. `SchedulingGoal.THROUGHPUT` allows larger bursts.
