@@ -120,7 +120,8 @@ class WeightRule:
         expert: Index along axis 0 of a parameter that stacks the weights of all experts, if the
             tensor holds one expert; otherwise None. `axis` is then another axis.
         is_alternative: Whether the tensor is an alternative layout of tensors that other rules
-            read. The checkpoint needs the tensors of the other rules or of the alternative rules.
+            read. A checkpoint must contain either the tensors of the other rules or the tensors of
+            the alternative rules.
     """
 
     source: str

@@ -2,8 +2,8 @@
 
 A family's `describe(fields)` reads fields through `ConfigFields` and returns a `ModelConfig`.
 Errors name the field, its value and the supported values. Some fields change the computation of
-some models. A family that does not read such a field accepts only values that do not change its
-computation.
+some models. A family that does not read such a field accepts only values that leave the family's
+computation unchanged.
 """
 
 import math
@@ -468,7 +468,8 @@ class ConfigFields:
 
     Attributes:
         values: Content of config.json, or of an object in it.
-        defaults: Values of missing fields, preferred to the `default` argument of a method.
+        defaults: Default values of missing fields. They take precedence over the `default` argument
+            of a method.
         prefix: Text before a field's name in errors, such as "quantization_config." for fields of
             the object `quantization_config`.
     """
@@ -763,7 +764,8 @@ def read_sliding_windows(
         fields: Fields of the config.
         window: Size of the sliding window; None if the model has no sliding window.
         default: Layer types of a config without `layer_types`.
-        is_fixed: Whether transformers ignores `layer_types`, so that it must equal `default`.
+        is_fixed: Whether transformers ignores the field `layer_types`, so that the field must equal
+            `default`.
     """
     layer_types = fields.get("layer_types")
     layer_types = default if layer_types is None else layer_types

@@ -54,7 +54,7 @@ class JaxModel:
             layer, the function calls `step.attend` once (see `ModelStep`). Everything else that the
             function computes for a token must not depend on the other tokens.
         logits: Function `logits(params, hidden)` that returns the logits [R, V] for some rows [R,
-            D] of the hidden states. If it has a parameter `step`, it gets the operations of
+            D] of the hidden states. If the function has a parameter `step`, the engine passes a
             `ModelOps` as this argument.
         num_layers: Number of layers that call `step.attend`.
         num_kv_heads: Number of KV heads: one int for all layers, or a sequence with one int per
@@ -276,7 +276,8 @@ class JaxParameters:
         return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
 
     def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Return no parameters: without references of the engine, the caller can free them."""
+        """Return no parameters, so that the engine holds no references to the caller's arrays and
+        the caller can free the arrays."""
         return ()
 
     def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:

@@ -145,7 +145,10 @@ class ModelParameters:
         """
         if isinstance(params, Path):
             if check_finite:
-                raise ValueError("check_finite needs arrays: omit it, or load the files first")
+                raise ValueError(
+                    "check_finite needs arrays, but params is a folder: omit check_finite, or read "
+                    "the files and pass their arrays"
+                )
             tensors = read_tensor_infos(_check_folder(params))
             arrays = _FileTensors(tensors)
             return partial(self._write, arrays, self._plan_writes(tensors, arrays, is_state=False))

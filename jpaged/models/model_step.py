@@ -401,7 +401,7 @@ class ModelStep(ModelOps):
         if index in self._attended:
             raise ValueError(
                 f"{name} was called twice for layer {index}: call it once per layer, and give "
-                "layers that share weights an index each"
+                "each layer its own index, even if layers share weights"
             )
         if get_opaque_trace_state() != self._trace:
             raise ValueError(
@@ -468,7 +468,7 @@ class ModelStep(ModelOps):
         if len(norms) != 3:
             raise ValueError(
                 f"{where}: norms has {format_count(len(norms), 'entry', 'entries')}: pass the "
-                "weights of the norms of queries and of keys, and epsilon"
+                "weight of the norm of queries, the weight of the norm of keys, and epsilon"
             )
         q, k, eps = norms
         _check_norm(where, q, (head_size,), eps)

@@ -76,8 +76,8 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
 def _module_paths(model: ModelConfig) -> dict[str, str]:
     """Return the path of each projection, by the projection's module names in checkpoints.
 
-    A layer's experts share one path, and only the first expert is listed. The loader refuses
-    checkpoints whose other experts have another format, because their dtypes are wrong.
+    All experts of a layer share one path, so only the first expert is listed. If another expert has
+    another format, the loader refuses the checkpoint because of a wrong dtype.
     """
     paths = {}
     for rule in weight_rules(model).rules:

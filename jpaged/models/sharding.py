@@ -61,8 +61,9 @@ class PendingAllReduce:
     Attributes:
         partials: This device's rows, as split-K partials.
         peer_header: Addresses of all devices' peer memory (`pallas_kernels.make_exchange_header`).
-        buffer_index: Index of the exchange buffer, 0 or 1. The all-reduces of a program that use
-            `peer_header` alternate between the buffers, and their number is even.
+        buffer_index: Index of the exchange buffer, 0 or 1. Successive all-reduces of a program that
+            use `peer_header` must alternate between the two buffers, and the number of such
+            all-reduces must be even.
     """
 
     partials: Float[Array, "parts T D"]
@@ -191,10 +192,12 @@ def tree_mesh(tree: Any) -> Mesh | None:
 def wrap_in_shard_map(
     function: Callable, mesh: Mesh, arguments: tuple, keywords: Mapping[str, Any], out_specs: Any
 ) -> Callable:
-    """Return a function of global arrays that runs `function` on every device's shards.
+    """Return a function that takes global arrays, and runs `function` on each device with that
+    device's shards.
 
     Args:
-        function: Function of one device's shards; may call `device_sum` and `all_gather`.
+        function: Function that takes the shards of one device. It may call `device_sum` and
+            `all_gather`.
         mesh: Mesh of the devices.
         arguments, keywords: Global arrays or their shape structs, with shardings.
         out_specs: Sharding of the results: a tree of `PartitionSpec`, or a prefix of such a tree.
