@@ -152,7 +152,7 @@ class MaskWorkerClient:
         vocab_size: Width of the logits. Token ids that the tokenizer lacks are never allowed.
         eos_token_ids: The model's end tokens.
         capacity: Number of entries in the shared memory. It must exceed the number of answers,
-            including waiting requests. Unused entries take no memory.
+            including the answers of waiting requests. Unused entries take no memory.
         max_wait_s: Maximum seconds that a step with unconstrained rows waits for the worker.
         silence_timeout_s: Seconds after which the worker is killed if it reports nothing while an
             answer is pending. The start of the worker counts too.
@@ -307,7 +307,7 @@ class MaskWorkerClient:
     def await_tokens_received(self) -> set[Answer]:
         """Wait until the worker has received the tokens of a step, at most for `seconds_left`.
 
-        A KeyboardInterrupt must not interrupt this method.
+        The caller must delay a KeyboardInterrupt until this method has returned.
 
         Returns:
             The answers that are complete or have failed. For other answers, threads of the worker
@@ -548,7 +548,8 @@ class _WorkerProcess(Child):
         try:
             if self.sock.fileno() >= MAX_OPEN_FILES:
                 raise OSError(
-                    f"{MAX_OPEN_FILES} files are open, the maximum for select: close some files"
+                    f"the mask worker cannot start, because {MAX_OPEN_FILES} files are open: close "
+                    "some files"
                 )
             threading.Thread(
                 target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True

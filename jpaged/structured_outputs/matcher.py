@@ -405,7 +405,8 @@ class MaskTiming:
     """Record of a grammar's slow masks, which all answers of the grammar share.
 
     Attributes:
-        num_timed_masks: Number of the next masks that `MaskMaker` lets threads make and measure.
+        num_timed_masks: Number of upcoming masks that `MaskMaker` lets threads make one by one, to
+            measure the time of each mask.
     """
 
     num_timed_masks: int = 0
