@@ -181,7 +181,7 @@ class ProgramBuilder:
 
     def _compile_for_workspace(self, recipe: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, recipe.lower)
-        # Compile in other threads than those of `_compilers`, which may all be waiting in
+        # Do not compile in the threads of `_compilers`: all of them may be waiting in
         # `_compile_when_allowed` until this recipe is compiled.
         return self._submit(self._measurers, self._compile, recipe, traced)
 

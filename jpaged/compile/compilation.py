@@ -125,7 +125,7 @@ class Compilation:
         return self._builder.programs()
 
     def _run_sizing(self) -> SizingResult:
-        # If `Sizing.workspace` has to compile a program, it starts the worker processes.
+        # `Sizing.workspace` starts the worker processes if it has to compile a program.
         sizing, start = self._sizing, self._workers.start
         return sizing.fit(sizing.workspace(self._builder, self._shared, start))
 
@@ -140,8 +140,8 @@ class Compilation:
         Never report a lower number than before. After the last program, also report the number of
         programs that were loaded from the cache of an earlier start.
         """
-        # This process loads programs that its workers have compiled from JAX's cache. The report
-        # counts such programs as compiled, not as loaded.
+        # If a worker has compiled a program, this process loads the program from JAX's cache. The
+        # report counts such programs as compiled, not as loaded.
         num_loaded = 0 if self._workers.processes else self._builder.num_loaded
         num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
         if num_compiled > self._num_reported and (is_last or num_compiled % 10 == 0):

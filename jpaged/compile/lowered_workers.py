@@ -111,7 +111,7 @@ class LoweredPool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Return False without any work: only `iter_compiled` starts the workers."""
+        """Start no worker, and return False. Only `iter_compiled` starts the workers."""
         return False
 
     def iter_compiled(

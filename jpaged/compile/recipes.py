@@ -298,7 +298,7 @@ class Recipes:
             arguments,
             keywords,
             donate=tuple(result for result in step.results if result in step.arguments),
-            # On a CPU, XLA does not measure matrix products, so no key is needed.
+            # On a CPU, XLA does not measure matrix products, so a program needs no `gemm_key`.
             gemm_key=None if config.backend is Backend.XLA else step.gemm_key(sizes),
             num_logits_rows=sizes.get("num_rows", 0),
             needs_pool=step.needs_pool,
