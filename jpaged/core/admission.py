@@ -63,8 +63,10 @@ class Admission:
         # of the sequence at the refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The last refusal of `would_fit_after_preemption`, in the same form. This state counts
-        # calls of `BlockPool.free` instead of freed blocks.
+        # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` is what the
+        # result depended on: the first sequence of the request, the number of its live sequences,
+        # the number of calls of `BlockPool.free` so far, and the number of blocks that must stay
+        # free. `_preemption_refused_prefix` is the cached prefix of the sequence at the refusal.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 

@@ -32,7 +32,8 @@ NO_CHANGES = BlockChanges()
 
 
 class GroupFit(NamedTuple):
-    """Cached blocks that a waiting group can share, and the number of free blocks that it needs.
+    """Cached blocks that a waiting group can share, and the number of free blocks that the group
+    needs.
 
     Attributes:
         hits: Lists of cached prefix blocks. One list for each live sequence of a swapped-out group;

@@ -150,7 +150,8 @@ def _continue_beams(
         parent = beam = parents[parent_index]
         if parent_index in continued_parents:
             beam = _make_child(parent)
-            # Add the beam before the fork, so that no blocks are lost if the fork fails.
+            # Add the new beam to the table of sequences before it gets blocks. If the fork of the
+            # blocks fails, the scheduler can still free the blocks of the beam.
             sequences.add(beam)
             _fork_blocks(manager, parent, beam)
             forks.append((parent, beam))

@@ -347,9 +347,9 @@ class Scheduler:
         shape = (len(plan.scheduled), *([1 + plan.num_drafts] if plan.num_drafts else []))
         if sampled_token_ids.shape != shape:
             raise ValueError(
-                f"sampled_token_ids must have one token for each of {len(plan.scheduled)} "
-                f"scheduled sequences and each of {plan.num_drafts} drafts, got shape "
-                f"{sampled_token_ids.shape}"
+                f"sampled_token_ids must have one row for each of {len(plan.scheduled)} scheduled "
+                f"sequences and, with {plan.num_drafts} drafts per row, one column per position: "
+                f"got shape {sampled_token_ids.shape}"
             )
 
     def append_accepted(self, plan: StepPlan, token_ids: np.ndarray) -> StepUpdate:
