@@ -292,8 +292,8 @@ class WaitBudget:
         beginning of this wait.
         """
         now = time.perf_counter()
-        # The duration of a step limits the next wait. If it included this wait, every wait would
-        # allow a longer one.
+        # The duration of a step limits the next wait. If the duration included the wait, each wait
+        # would make the next wait longer.
         seconds = self._wait_start - self._step_start
         self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
         self._step_start = now

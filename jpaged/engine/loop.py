@@ -58,9 +58,9 @@ def defer_interrupts() -> Iterator[None]:
 class PauseMode(StrEnum):
     """How a pause treats unfinished requests. The modes have the same names as in vLLM."""
 
-    KEEP = "keep"  # they continue after the pause
-    WAIT = "wait"  # the pause begins when they have finished
-    ABORT = "abort"  # they end, with the tokens that they have
+    KEEP = "keep"  # unfinished requests continue after the pause
+    WAIT = "wait"  # the pause begins when all unfinished requests have finished
+    ABORT = "abort"  # unfinished requests end, and keep the tokens that they have
 
 
 class EngineLoop:
@@ -447,8 +447,8 @@ class EngineLoop:
         """Record a launched step in `counts`, in the metrics of the step's requests, and in
         `watches`."""
         counts, manager = self.counts, self.scheduler.block_manager
-        # Do not count a plan without sequences and block moves as a step: it only reports failed
-        # requests.
+        # Do not count a plan as a step if it has neither sequences nor block moves: such a plan
+        # only reports failed requests.
         counts["num_steps"] += bool(plan.scheduled or plan.has_block_moves)
         if num_tokens := plan.num_new_tokens:
             counts["num_step_tokens"] += num_tokens
@@ -544,7 +544,8 @@ class EngineLoop:
     def _append_accepted(
         self, plan: StepPlan, result: StepResult, failed: list[tuple[Request, Exception]]
     ) -> dict[RequestState, None]:
-        """Append the accepted drafts of a verify step, and return the notified requests.
+        """Append the accepted drafts of a verify step. Return the requests that were notified of
+        new tokens.
 
         A stop string may end a sequence before all its accepted drafts are appended.
 

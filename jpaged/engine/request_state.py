@@ -52,8 +52,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
             appended to this list, which several sequences may share.
     """
 
-    _are_sampled = True  # prompt tokens, which are not sampled, have no `kept_mass`
-    _num_unscored = 0  # number of entries at the start that are None
+    _are_sampled = True  # False for prompt tokens, whose scores have no `kept_mass`
+    _num_unscored = 0  # number of leading entries that are None
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class WeightVersions:
         return self._starts[-1][0]
 
     def between(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Return the versions of the tokens from `start` to `end`, with indices from `start`."""
+        """Return the versions of the weights that made the tokens from `start` to `end`. The
+        indices in the result are relative to `start`."""
         if len(self._starts) == 1:  # usually
             return ((self._starts[0][0], 0),) if start < end else ()
         ends = [index for _, index in self._starts[1:]] + [end]
@@ -351,7 +352,7 @@ class RequestState:
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     undelivered_samples: list[SampleState] = field(init=False)
-    # True with stop strings, which any token may complete.
+    # True if the request has stop strings, because any token may complete a stop string.
     _reads_every_token: bool = field(init=False)
     _is_ranked: bool = field(init=False)
     _beam_versions: WeightVersions = field(default_factory=WeightVersions)  # of all beams
