@@ -299,7 +299,8 @@ def _store_projected(
     if norms is not None:
         q = normalize_rows(q, norms.q, norms.eps, batch_invariant=False)
         k = normalize_rows(k, norms.k, norms.eps, batch_invariant=False)
-    # K and V need no FP8 scales here, because an FP8 pool always has an even head size.
+    # An FP8 pool always has an even head size. The head size is odd here, so K and V need no FP8
+    # scales.
     k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
     return q, write_kv(kv, k, v, slots, backend=backend)
 

@@ -452,7 +452,7 @@ _value_repr.maxlong = _value_repr.maxstring = _value_repr.maxother = 100
 
 def field_error(field: str, value: object, supported: object) -> ValueError:
     """Return the error for a config field whose value is not supported."""
-    shown = _value_repr.repr(value)  # shortened: the value may be long or deeply nested
+    shown = _value_repr.repr(value)  # the value may be long or deeply nested, so shorten it
     return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 

@@ -222,7 +222,8 @@ class FP8ExpertFormat(ExpertFormat):
     def _quantize(
         self, rows: jax.Array, backend: Backend, reduce_max: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return rows in FP8 and their scales: [rows], or [rows, groups] if `is_grouped`."""
+        """Quantize rows to FP8. Return the rows and their scales: [rows], or [rows, groups] if
+        `is_grouped`."""
         options = {"grouped": self.is_grouped, "reduce_max": reduce_max, "backend": backend}
         values, scale = quantize_rows(rows, **options)
         return values, scale if self.is_grouped else scale[:, 0]

@@ -131,7 +131,8 @@ class JaxModel:
 
     @property
     def pool_heads(self) -> LayerHeads:
-        """The KV heads of every layer of the pool: the maxima over the model's layers."""
+        """Number and width of the KV heads in each layer of the KV pool. All layers of the pool are
+        equal, so both values are maxima over the layers of the model."""
         return LayerHeads(max(_as_tuple(self.num_kv_heads)), max(_as_tuple(self.head_size)))
 
 
@@ -200,8 +201,8 @@ class JaxDecoder(nnx.Module):
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
     ) -> None:
-        """Return None, because a user's model has no kernel for this. The caller uses `logits`
-        instead.
+        """Return None, because no kernel computes these log-probabilities for a user's model. The
+        caller uses `logits` instead.
         """
 
 

@@ -159,7 +159,8 @@ class ModelParameters:
             TensorInfo(name, Path(), _file_dtype(it), it.shape) for name, it in arrays.items()
         ]
         writes = self._plan_writes(tensors, arrays, is_state=is_state)
-        jax.block_until_ready(arrays)  # raises the error of a computation before the first write
+        # If the computation of an array has failed, this raises its error before the first write.
+        jax.block_until_ready(arrays)
         if check_finite:
             check_all_finite(arrays)
         return partial(self._write, arrays, writes)
@@ -341,7 +342,8 @@ def _check_array(name: str, leaf: Any, devices: Sequence[Any]) -> None:
 
 
 def _file_dtype(array: jax.Array) -> str:
-    """Return the dtype as safetensors names it; JAX's name if checkpoints cannot have it."""
+    """Return the name that safetensors uses for the array's dtype. If checkpoints cannot have this
+    dtype, return JAX's name."""
     return _FILE_DTYPE_NAMES.get(np.dtype(array.dtype), array.dtype.name)
 
 

@@ -701,7 +701,8 @@ def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Arr
 
 
 def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
-    """Read rows of a tensor, with the parameter's axes in the order of the file."""
+    """Read rows of a tensor from its file. Return them with the axes of the parameter, in the order
+    in which the file stores these axes."""
     read = read_rows(placement.tensor, rows)
     if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)

@@ -160,7 +160,8 @@ class ModelOps:
         return self._call("project_vocabulary", _project_vocabulary, hidden, table)
 
     def rms_norm(self, x: Array, weight: Array, *, eps: SupportsFloat) -> Array:
-        """Return x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+        """Return x / rms(x) * weight, where rms(x) is taken over the last axis. The computation is
+        in float32, and the result has x's dtype."""
         eps = _check_norm("rms_norm", weight, x.shape[-1:], eps)
         return self._call("rms_norm", _rms_norm, x, weight, eps=eps)
 

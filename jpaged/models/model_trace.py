@@ -129,7 +129,8 @@ class ModelDigests:
         dtype: jnp.dtype,
     ):
         self._model, self._sizes, self._params, self._dtype = model, sizes, params, dtype
-        # The calls in the text do not depend on the backend, and XLA's operations trace fastest.
+        # The calls in the lowered text are the same for every backend. Use XLA's operations,
+        # because JAX traces them fastest.
         self._mode = {"backend": Backend.XLA, "batch_invariant": sizes.batch_invariant}
         self._found: dict[tuple[str, int], str] = {}
 

@@ -38,7 +38,7 @@ _IGNORED_FIELDS: dict[str, set[str]] = {
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    # Called with all names that the config may use for one module.
+    # The function is called with all names that the config may use for one module.
     is_ignored: Callable[[Sequence[str]], bool]
     has_kv_scales: bool
 
