@@ -129,7 +129,8 @@ LLGUIDANCE_LIMITS = {
     # At this number of items, a token takes about 6 ms. The time is quadratic in the number of
     # items.
     "max_items_in_row": 600,
-    # A lexer state takes about 560 bytes. `Matcher` replaces a lexer that reaches this limit.
+    # Maximum number of states of a lexer; a state takes about 560 bytes. `Matcher` replaces a lexer
+    # that reaches this limit.
     "max_lexer_states": 32_768,
     "max_grammar_size": 100_000,
     "verbose_errors": False,

@@ -265,7 +265,8 @@ class _WorkerAnswer:
         self.matcher: Any = None  # a `Matcher`; None until the grammar is compiled
         self.has_mask = False  # whether the answer's first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        self.excess_s = 0.0  # CPU seconds that masks took beyond `bounds.MAX_MEAN_MASK_S` each
+        # For each mask, `note_mask_time` adds the mask's CPU seconds minus `bounds.MAX_MEAN_MASK_S`.
+        self.excess_s = 0.0
         self.is_busy = True  # whether a thread may still write to the answer's entry
         self.is_over = False
 
@@ -380,7 +381,7 @@ class MaskMaker:
         quick = [it for it in items if it[1] >= 0 and not it[0].needs_thread]
         for answer, token in items if len(quick) < len(items) else ():
             if token < 0:
-                # Without a token, the old mask is still valid.
+                # If no token was sampled for an answer, the answer's old mask is still valid.
                 states[answer.memory_index] = AnswerState.READY
             elif answer.needs_thread:
                 self._queue_answer(answer, token)
@@ -636,7 +637,7 @@ def main(sock: socket.socket, fd: str) -> None:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
     def notify() -> None:
-        with suppress(OSError):  # the engine has ended, or earlier bytes still wait to be read
+        with suppress(OSError):  # the engine has ended, or has not read earlier bytes yet
             sock.send(b"!", socket.MSG_DONTWAIT)
 
     try:

@@ -230,7 +230,7 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError if a keyword that cannot be enforced could restrict the values."""
+    """Raise ValueError for a keyword that could restrict the values but that cannot be enforced."""
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
