@@ -174,7 +174,7 @@ def sort_pairs(experts, *, num_experts: int, interpret: bool = False):
     """
     num_pairs = experts.size
     num_keys = min(_MAX_KEYS, max(_NUMBERS_PER_PROGRAM, pl.next_power_of_2(num_pairs)))
-    warps = max(1, min(8, _NUMBERS_PER_PROGRAM * num_keys // (32 * _COMPARISONS_PER_THREAD)))
+    warps = max(1, _NUMBERS_PER_PROGRAM * num_keys // (32 * _COMPARISONS_PER_THREAD))
     order, positions, offsets = pl.pallas_call(
         functools.partial(_sort_kernel, num_keys=num_keys),
         out_shape=[
