@@ -265,7 +265,7 @@ class _WorkerAnswer:
         self.matcher: Any = None  # a `Matcher`; None until the grammar is compiled
         self.has_mask = False  # whether the answer's first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        # For each mask, `note_mask_time` adds the mask's CPU seconds minus `bounds.MAX_MEAN_MASK_S`.
+        # For each mask, `note_mask_time` adds its CPU seconds minus `bounds.MAX_MEAN_MASK_S`.
         self.excess_s = 0.0
         self.is_busy = True  # whether a thread may still write to the answer's entry
         self.is_over = False
