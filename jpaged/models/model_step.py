@@ -469,7 +469,7 @@ class ModelStep(ModelOps):
         if len(norms) != 3:
             raise ValueError(
                 f"{where}: norms has {format_count(len(norms), 'entry', 'entries')}: pass the "
-                "weight of the norm of queries, the weight of the norm of keys, and epsilon"
+                "weights of the query norm, the weights of the key norm, and epsilon"
             )
         q, k, eps = norms
         _check_norm(where, q, (head_size,), eps)

@@ -548,8 +548,8 @@ class _WorkerProcess(Child):
         try:
             if self.sock.fileno() >= MAX_OPEN_FILES:
                 raise OSError(
-                    f"the mask worker cannot start, because {MAX_OPEN_FILES} files are open: close "
-                    "some files"
+                    f"{MAX_OPEN_FILES} files are open, and select works with no more: "
+                    "close some files"
                 )
             threading.Thread(
                 target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True

@@ -69,5 +69,5 @@ def test_worker_uses_the_model_options_of_its_job(
         next(run_compile_job(job, lambda: runtime))
     assert given
     for wrong in wrong_values:
-        with pytest.raises(ValueError, match="of the worker and of the engine's process differ"):
+        with pytest.raises(ValueError, match="differ from those of the engine's process"):
             next(run_compile_job(replace(job, **{field: wrong}), lambda: runtime))
