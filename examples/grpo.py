@@ -46,8 +46,17 @@ class Sample(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Results of a training step: means over the answers, the largest differences of
-    log-probabilities, and the seconds of each part."""
+    """Results of a training step.
+
+    Attributes:
+        reward: Mean reward of the answers.
+        exact: Share of the answers that are completely right, from 0 to 1.
+        scoring_difference: Largest difference between the log-probability with which a token was
+            sampled and the log-probability that `score_completions` returns for the token.
+        trainer_difference: Largest difference between the log-probability with which a token was
+            sampled and the log-probability that the trainer's forward computes for the token.
+        seconds: Duration of each part of the step, by the name of the part.
+    """
 
     reward: float
     exact: float

@@ -109,7 +109,8 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            running.cancel()  # The application then aborts the request in the engine.
+            # The cancelled application aborts the request in the engine.
+            running.cancel()
 
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and metrics in Prometheus format."""
@@ -399,7 +400,7 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
             flush=True,
         )
         ended.wait()
-    finally:  # do this even if the deployment failed
+    finally:  # delete the application even if its deployment failed
         serve.delete(APP)
 
 
