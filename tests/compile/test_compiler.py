@@ -107,7 +107,9 @@ def test_only_gemms_with_many_rows_are_measured(measured: list, tmp_path: Path):
 
 
 @pytest.mark.parametrize("rows", [8, MIN_MEASURED_ROWS])
-def test_recipe_options_extend_the_compiler_options(rows: int, measured: list, tmp_path: Path):
+def test_options_of_a_program_are_added_to_the_compiler_options(
+    rows: int, measured: list, tmp_path: Path
+):
     recipe, lowered = replace(decode("decode", rows), options={"own": 1}), FakeLowered()
     compiler(tmp_path).compile(recipe, lowered)
     Compiler().compile(recipe, lowered)
@@ -153,7 +155,7 @@ def test_collectives_run_on_the_stream_of_the_step():
     assert are_synchronous(replace(shared, options={})) == [False]
 
 
-def test_processes_that_share_a_folder_measure_each_size_once(measured: list, tmp_path: Path):
+def test_processes_that_share_a_folder_measure_each_gemm_size_once(measured: list, tmp_path: Path):
     first, second = compiler(tmp_path), compiler(tmp_path)
     first.compile(prefill(512, 8), FakeLowered())
     first.compile(prefill(512, 256), FakeLowered())

@@ -183,7 +183,7 @@ def test_closed_builder_starts_no_further_program():
 
 
 class TracedRecipe(Recipe):
-    """A recipe whose compiled program is the lowered text."""
+    """A `Recipe` for tests: instead of compiling a program, it returns the lowered text."""
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
