@@ -110,7 +110,9 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
 
 
 def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
-    # The worst complete answer scores -5. The beam scores -4.5 at its length, and -9 at 4 tokens.
+    # With a length penalty of -1, a score is the sum of the log-probabilities times the length. The
+    # score of the worst complete answer is -2.5 * 2 = -5. The score of the best beam is now
+    # -2.25 * 2 = -4.5, and would be -2.25 * 4 = -9 at the maximum length of 4 tokens.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 

@@ -71,7 +71,8 @@ def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
     assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
     assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
-    assert num_free(driver) == 8  # dropping the beam (1, 4) has freed block 3
+    # The search has dropped the beam with the output tokens 1 and 4, and has freed its block 3.
+    assert num_free(driver) == 8
 
     plan = the(driver.step())
     assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])

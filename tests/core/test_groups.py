@@ -241,7 +241,7 @@ def test_request_is_admitted_only_if_all_its_samples_fit(num_blocks: int, expect
     driver.run()
 
 
-def test_waiting_request_is_admitted_after_one_of_its_samples_ends():
+def test_waiting_request_is_admitted_after_one_of_its_samples_is_aborted():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 5, max_tokens=3))
     driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
