@@ -58,7 +58,7 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """While the context is active, engines that start compile each program at its first call."""
+    """Let an engine that starts in the context compile each program when it is first called."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
         patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would compile every program
