@@ -46,8 +46,11 @@ def layer(sizes, dtype, seed=0):
 
 
 def two_layers(attention_output, hidden, weights, num_rows, backend):
-    """Run the fused op for two layers in sequence, with the same exchange memory. Return the
-    results of both layers."""
+    """Run the fused op for two layers in sequence, and return the results of both layers.
+
+    The programs of a kernel pass partial sums to each other through the array `exchange`. The
+    second call gets the array that the first call returns.
+    """
     exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
@@ -210,7 +213,7 @@ def test_fused_layer_errors_name_the_wrong_argument():
             layer_op.check_fused_layer(*given)
 
 
-def test_fused_layer_refuses_exchange_memory_of_a_wrong_size():
+def test_fused_layer_refuses_an_exchange_array_of_a_wrong_size():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")

@@ -281,7 +281,8 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
         return expert_down_gemm(rows, down, routing, **options)
 
     text = lower(run, *arguments, device=device)
-    # Small kernels choose experts, list tiles and sum rows. Before a Triton GEMM, one gathers rows.
+    # Three small kernels choose experts, list tiles and sum rows. If the GEMMs are Triton kernels,
+    # a fourth small kernel gathers the rows of the first GEMM.
     num_small = 3 if gemm == "mosaic_gpu" else 4
     assert sorted(re.findall(KERNEL_CALL, text)) == sorted([gemm] * 2 + ["triton"] * num_small)
     assert "stablehlo.dot_general" not in text

@@ -216,7 +216,8 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
     assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    # The gate weight and the up weight are too large together.
+    # For more than 128 rows, weights with over 2**23 numbers use XLA's GEMM. The gate weight and
+    # the up weight have 2**24 numbers together.
     assert _few_rows(192, 2048, 4096, num_factors=2) is None
 
 
