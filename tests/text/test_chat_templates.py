@@ -116,7 +116,7 @@ def test_forged_token_leaves_the_other_tokens_unchanged(make: Make):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_last_tokens_of_a_chat_equal_the_end_of_all_tokens(make: Make):
+def test_encoding_only_the_last_tokens_of_a_chat_equals_the_end_of_the_full_encoding(make: Make):
     """The chats are long, with and without special tokens in the text."""
     tokenizer = make()
     for text in ("the end of the world ", f"the end{tokenizer.hf_tokenizer.eos_token} of it "):

@@ -120,8 +120,9 @@ def test_output_completes_a_character_that_the_prompt_started():
     assert stream(tokenizer, ids[:cut], [[i] for i in ids[cut:]])[1].text == "🦜!"
 
 
-def test_long_run_of_byte_tokens_decodes_from_any_prompt_cut():
-    """A window that started inside a character would corrupt all bytes after it."""
+def test_long_run_of_byte_tokens_is_decoded_wherever_the_prompt_ends():
+    """The prompt may end inside a character. If the detokenizer decoded the output from the middle
+    of that character on, all later bytes of the run would be decoded wrongly."""
     tokenizer, text = metaspace(), "x" + "🦜你" * 12
     ids = tokenizer.encode(text)
     for cut in range(1, len(ids)):
@@ -198,7 +199,8 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    if text:  # if there is no text, the prompt may end in an incomplete character
+    # Without output text, `before` may end in an incomplete character that the prompt started.
+    if text:
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 

@@ -141,7 +141,9 @@ def prose(num_words: int, seed: int = 0) -> str:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("special", [True, False])
-def test_last_tokens_equal_the_end_of_all_tokens(make, special: bool):
+def test_encoding_only_the_last_tokens_of_a_text_equals_the_end_of_the_full_encoding(
+    make, special: bool
+):
     tokenizer = make()
     for seed, length in enumerate([0, 1, 10, 2000, 4000, 6000]):
         text = prose(length, seed) + f"{EOS} and the end of the world"
@@ -152,7 +154,7 @@ def test_last_tokens_equal_the_end_of_all_tokens(make, special: bool):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_last_tokens_work_for_texts_without_word_boundaries(make):
+def test_last_tokens_of_a_text_without_word_boundaries_are_encoded(make):
     """The requested number of tokens is returned, and they decode to the end of the text."""
     tokenizer = make()
     for text in ("你好世界" * 20_000, "7" * 60_000, " " * 60_000, "hello" * 12_000):
