@@ -193,7 +193,10 @@ def repeat_rows(x, repeats):
 
 
 def begin_folds(q, carry, spec):
-    """Convert queries and the running (max, sum, output) to the parts that `fold_keys` takes."""
+    """Return the queries and the running (max, sum, output) in the form that `fold_keys` takes.
+
+    `split_parts` splits the queries and the output into parts by columns.
+    """
     if spec.is_scaled and q.dtype == jnp.bfloat16:
         q = q.astype(jnp.float16)
     row_max, row_sum, out = carry

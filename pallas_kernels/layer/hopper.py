@@ -668,7 +668,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
     """Store the partial that this program computed for a column block.
 
     The partial is the sum of `acc` over the warpgroups. Only its first `count` rows are stored.
-    `target` is the exchange memory, or the output array for the qkv GEMM.
+    `target` is the output array for the qkv GEMM. For other GEMMs, `target` is the exchange memory:
+    the array in GPU memory through which programs pass partials to each other.
     """
     gemm, sides = plan.gemms[gemm_index], 2 if gemm_index == _GATE_UP else 1
 
