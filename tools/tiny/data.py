@@ -274,8 +274,11 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Replace `document`, which is longer than `room` tokens, by a single question if `room` is
-        over 64 tokens. Otherwise return `document`."""
+        """Return the next document when `document` is too long for the remaining `room` tokens.
+
+        If `room` is over 64, the result is a single question, which may fit. Otherwise the result
+        is `document`, which begins a later row.
+        """
         return self.short() if room > 64 else document
 
     def _example(self, task: str | None = None) -> Example:

@@ -455,7 +455,7 @@ def _think_multiply(rng: random.Random) -> Draft:
 
 
 def _think_words(rng: random.Random) -> Draft:
-    """Return a calculation with numbers in words; the thought has the same numbers as numerals."""
+    """Return a calculation whose numbers are in words. The thought writes them in digits."""
     name = rng.choice(("add", "subtract", "multiply"))
     a, b = rng.randrange(100), rng.randrange(10 if name == "multiply" else 100)
     if name == "subtract" and a < b:

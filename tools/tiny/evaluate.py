@@ -62,7 +62,10 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
 
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
-    """Return the held-out questions of a task with their answers, as documents by form."""
+    """Return the held-out questions of a task, with their answers, in each form.
+
+    The result maps the forms "raw", "chat" and "turn" (see `evaluate`) to lists of documents.
+    """
     if task in DIALOGUES:
         drawn = sample_dialogues(SEED, examples, task)
         return {"chat": [dialogue_document(each) for each in drawn]}

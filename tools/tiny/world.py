@@ -203,7 +203,7 @@ def _items(rng: random.Random, fewest: int, most: int) -> list[str]:
 
 
 def _listing(rng: random.Random, items: Sequence[str]) -> str:
-    """Join items with commas, with a final "and", or with spaces."""
+    """Join items in one of three styles at random: "a, b and c", "a, b, c" or "a b c"."""
     kind = rng.random()
     if kind < 0.2 and len(items) > 1:
         return ", ".join(items[:-1]) + " and " + items[-1]
