@@ -70,7 +70,10 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of one call; a tile multiplies TILE queries by all keys up to its end."""
+    """Return the cost of one call.
+
+    A program multiplies the TILE queries of a tile by all keys up to the end of the tile.
+    """
     return tiled_cost(work, TILE, BLOCK_SIZE)
 
 
