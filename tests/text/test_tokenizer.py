@@ -53,7 +53,7 @@ def test_tokenizer_of_a_folder_equals_that_of_autotokenizer(make, declared: str,
             )
 
 
-def test_start_token_is_added_by_the_post_processor(tmp_path: Path):
+def test_post_processor_of_the_tokenizer_adds_the_bos_token(tmp_path: Path):
     folder = save(metaspace(), tmp_path)
     start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     single = [start, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -172,11 +172,12 @@ def test_only_a_part_of_a_long_text_is_tokenized(monkeypatch: pytest.MonkeyPatch
     looked_at.clear()
     assert tokenizer.is_longer(text, 1000)
     assert sum(looked_at) < 50_000
-    assert not tokenizer.is_longer("a" * 5000, 1000)  # short enough to tokenize
+    # This text is so short that `is_longer` tokenizes all of it.
+    assert not tokenizer.is_longer("a" * 5000, 1000)
     assert tokenizer.is_longer("\n" * 50_000, 1000) == (len(tokenizer.encode("\n" * 50_000)) > 1000)
 
 
-def test_is_longer_returns_whether_a_text_has_more_tokens():
+def test_is_longer_returns_whether_a_text_has_more_tokens_than_a_limit():
     tokenizer = byte_level()
     for text in (prose(20_000), "hello world " * 5000, "你" * 20_000):
         num = len(tokenizer.encode(text))
@@ -185,7 +186,7 @@ def test_is_longer_returns_whether_a_text_has_more_tokens():
 
 
 def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the length of each text tokenized from now on."""
+    """Return a list. Each later call of the tokenizer's `encode` appends the length of its text."""
     lengths, encode = list[int](), tokenizer.hf_tokenizer.encode
 
     def watched(text: str, **options: object) -> list[int]:
