@@ -118,8 +118,8 @@ def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
 
 
 def test_never_early_stopping_ends_only_if_no_longer_answer_can_be_better():
-    # The sum of the best beam's log-probabilities is -3. At 4 tokens, its score would be -0.75 with
-    # a length penalty of 1, and -3 with a length penalty of 0.
+    # The sum of the best beam's log-probabilities is -3. With 4 tokens, the score of this beam
+    # would be -3 / 4 = -0.75 with a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
     assert [beam.token_id for beam in beams] == [5, 6]
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=0.0)[1] == []

@@ -14,9 +14,11 @@ PROMPT = [9, 9, 9, 9, 9, 9]
 PROBABILITIES = {
     (): {1: 0.5, 2: 0.4, 3: 0.1},
     (1,): {4: 0.4, 5: 0.3, 6: 0.3},
-    (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) becomes more probable than (1, 4)
+    # The beam with the tokens (2, 4) has the probability 0.36, and the beam (1, 4) has 0.2.
+    (2,): {4: 0.9, 5: 0.05, 6: 0.05},
     (1, 4): {7: 0.4, 8: 0.3, 9: 0.3},
-    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # the two best beams extend (2, 4), so (1, 4) is dropped
+    # The two best beams with three tokens extend the beam (2, 4), so the beam (1, 4) is dropped.
+    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},
 }
 OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
 

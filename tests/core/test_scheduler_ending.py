@@ -71,10 +71,11 @@ def test_request_waits_for_the_block_of_an_aborted_request():
     driver = driver_of(*requests, lag=1, num_blocks=5)
     driver.step()
     driver.scheduler.abort("3")  # the step in flight still writes the block of request 3
-    plan = the(driver.step())  # only one block is free, and request 1 gets it
+    plan = the(driver.step())  # Only one block is free. Request 1 gets this block.
     assert (shape(plan), plan.preempted_request_ids) == ([(1, 4, 1, True)], ())
     plan = the(driver.step())
-    assert (2, 4, 1, True) in shape(plan)  # request 2 recomputes no token
+    # Request 2 was not preempted, so it computes only one token.
+    assert (2, 4, 1, True) in shape(plan)
     driver.run()
 
 

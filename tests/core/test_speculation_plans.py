@@ -252,7 +252,8 @@ def test_verification_continues_while_accepted_drafts_outweigh_its_cost():
     for _ in range(100):
         assert policy.choose_num_drafts(8) == 3
         verify(policy, 1)
-    # A verify step returns 2 tokens per row here, and costs more than 2 plain steps.
+    # For these batch sizes, a verify step costs more than 2 plain steps, but it returns only 2
+    # tokens per row.
     assert policy.choose_num_drafts(9) == 0
     assert policy.choose_num_drafts(65) == 0
     assert (policy.num_draft_tokens, policy.num_accepted_tokens) == (1200, 400)
