@@ -165,8 +165,10 @@ def test_compile_failure_is_raised_and_stops_all_work():
 
 
 def test_closed_builder_starts_no_further_program():
-    """The end of the `with` block closes the builder. The builder waits for the program that is being
-    traced, and starts no other program. A Ctrl-C or an error closes the builder in the same way."""
+    """The end of the `with` block closes the builder, also after an error or a Ctrl-C.
+
+    The builder then waits for the program that is being traced, and starts no other program.
+    """
     log, before = Log(), threading.active_count()
     tracing, free = threading.Event(), threading.Event()
 
