@@ -104,7 +104,7 @@ def test_fused_layer_rows_are_independent(backend):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_unsupported_dtypes_are_not_fused(dtype):
+def test_layers_of_unsupported_dtypes_run_as_separate_ops(dtype):
     attention_output, hidden, weights = layer(SMALL, dtype)
     assert new_exchange_memory(weights, num_tokens=ROWS, backend=Backend.XLA) is None
     got = two_layers(attention_output, hidden, weights, jnp.int32(ROWS), Backend.XLA)
@@ -116,8 +116,8 @@ def test_unsupported_dtypes_are_not_fused(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
-    """Exactly one program computes each work unit of a GEMM, and each split-K partial has a place
-    in the exchange memory."""
+    """Exactly one program computes each work unit of a GEMM. The array through which programs
+    exchange split-K partials has a place for each partial."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.num_words == ends[-1]

@@ -149,7 +149,7 @@ def test_float8_prompts_too_large_to_convert_use_the_triton_kernel():
         assert sorted(_kernels(run, *arguments)) == ["mosaic_gpu"] + num_triton * ["triton"]
 
 
-def test_scales_are_kernel_inputs_so_that_layers_share_a_program():
+def test_fp8_scales_are_kernel_inputs_so_that_layers_share_a_compiled_kernel():
     kv = _pool(F8, P, S, K, 64)
     scales, q = KVScales(_floats(F32, 1), _floats(F32, 1)), _floats(BF16, B, N, 64)
 
