@@ -256,8 +256,8 @@ class _Source:
     def long(self, room: int) -> Document:
         """Return a document for a long row.
 
-        At the start of a row (`room` is the length of the row), it may be as long as the row. Later
-        it should have at most `room` tokens.
+        The document should have at most `room` tokens, the part of the row that is still free. At
+        the start of a row, the whole row is free.
         """
         rng = self._rng
         kind = rng.random()

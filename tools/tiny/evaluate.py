@@ -43,10 +43,10 @@ LENGTHS = (160, 320, 640, 896)
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
     """Return the fraction of exact answers, from 0 to 1, by task and form.
 
-    The form "raw" has no chat template. In the form "chat", the question is the only turn of a
-    chat. In the form "turn", for a quarter of the questions, it follows other questions of a chat.
-    A dialogue has only the form "chat". A dialogue counts as exact if greedy decoding gives all
-    tokens of the assistant.
+    In the form "raw", a question is plain text without a chat template. In the form "chat", the
+    question is the only turn of a chat. In the form "turn", the question is the last turn of a chat
+    with several questions; only a quarter of the questions have this form. A dialogue has only the
+    form "chat". A dialogue counts as exact if greedy decoding gives all tokens of the assistant.
     """
     kinds, documents = [], list[Document]()
     for task in (*TASKS, *DIALOGUES):

@@ -295,8 +295,8 @@ def _count(
         longest = lengths[1] if by_ones else min(lengths[1], stepped)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
-    # Sometimes the end that the question names is not reached by the steps, but lies after the last
-    # number.
+    # Sometimes the question names an end that is not one of the numbers, such as "from 1 to 10 in
+    # steps of 2". The last number of the answer then lies before the end.
     if abs(step) <= 5 and rng.random() < 0.1:
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
     wordings = _count_wordings(start, step, min(start, stop) <= untold)
