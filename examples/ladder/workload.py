@@ -87,7 +87,8 @@ class Cost(NamedTuple):
     num_rows_read: int
     # Number of KV cache slots that the sequences hold.
     num_slots: int
-    # Maximum number of scores that are in memory at a time; for a kernel, in one program.
+    # Maximum number of scores that are in memory at a time. For a kernel, this is the maximum of
+    # one program.
     scores_at_once: int
     # The dot products q . k and p . v take one multiplication and one addition per element.
     flops_per_pair: int = 4 * HEAD_SIZE
