@@ -43,7 +43,8 @@ class Turn:
         return is_throughput and is_full and no_row_decodes and not of_first
 
     def bound(self, request: Request) -> float:
-        """Return the maximum number of steps of the request, if the scheduler serves it first."""
+        """Return the maximum number of steps until `request` has finished, if the scheduler serves
+        this request first."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the common prefix

@@ -134,7 +134,7 @@ def test_better_complete_answer_replaces_the_worst_one():
     assert [answer.score for answer in search.hypotheses] == [-1.0, -1.75]
 
 
-def test_width_one_search_is_greedy_with_any_early_stopping():
+def test_beam_search_of_width_1_is_greedy_with_any_early_stopping():
     search = BeamSearch(1, early_stopping="never", end_token_ids=frozenset({END}))
     assert first_step(search, {END: -0.6, 5: -0.8}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]

@@ -65,7 +65,7 @@ def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
     assert shape(plan) == [(10, 6, 1, True), (11, 6, 1, True)]
     assert (plan.block_copies, updates(plan)) == (((2, 3),), [((1, 3),), ()])
     assert plan.is_decode
-    assert beams(driver) == [(2, 4), (1, 4)]  # the second beam is now the best
+    assert beams(driver) == [(2, 4), (1, 4)]  # The beam that starts with token 2 is now the best.
     assert tables(driver, "1") == [[1, 2], [1, 3]]
 
     plan = the(driver.step())

@@ -61,7 +61,8 @@ def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
     assert pool.num_free_blocks == 8
     driver.read()
     assert pool.num_free_blocks == 10
-    # A sequence frees the last block of its table first, so its first block is reused last.
+    # A sequence frees the last block of its table first, so the first block of the table is reused
+    # last.
     assert list(pool.free_block_queue)[-2:] == [2, 1]
     assert driver.streams["1"] == []
 
