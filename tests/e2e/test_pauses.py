@@ -42,7 +42,7 @@ class RecordingStep(DenseStep):
 
 
 class MixedStep(DenseStep):
-    """Attention with other keys and values for some tokens."""
+    """Attention that uses stored keys and values for the tokens that `is_stored` marks."""
 
     def __init__(self, stored: dict[int, Any], is_stored: jax.Array):
         super().__init__()

@@ -15,7 +15,7 @@ from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
 STORY = list(range(20, 120))  # 100 tokens: six full blocks and a partial block
-# Tokens differ only at a high temperature, because one token is far more likely than the others.
+# At a low temperature all samples would be equal, because one token is far more likely than others.
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 
 
