@@ -66,7 +66,7 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
     """Lower the program to time, which runs the case several times.
 
     The program takes (states, inputs) and returns (states, results); the states are donated. Each
-    call has other operands, because XLA would merge equal calls.
+    call has different operands, because XLA would merge calls with equal operands.
     """
     state, arguments = shapes_of(case)
     count = num_calls(case)
