@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton as plgpu
 HEADER_SIZE = 4
 # Then each tile has `TILE_FIELDS` int32 words: expert, first row, number of rows, an unused word.
 TILE_FIELDS = 4
-# `sort_pairs` compares every pair with every pair. For 8,192 pairs on an H100, the instructions
-# need at least 14 us. With XLA's sort, `route` takes at least 80 us for any number of pairs.
+# `sort_pairs` compares every pair with every pair. On an H100 it takes 1.2 us for 8 pairs, 21 us
+# for 8,192 and 62 us for 16,384. The kernels of XLA's sort take 8, 31 and 38 us.
 MAX_SORTED_PAIRS = 8192
 """Maximum number of pairs that `sort_pairs` is used for."""
 _NUMBERS_PER_PROGRAM = 16  # numbers that a program of `sort_pairs` computes
