@@ -271,8 +271,7 @@ def bucket(length: int, most: int) -> int:
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ValueError for the argument `name` unless `holds` is true. The message says that the
-    argument must `wanted`."""
+    """Raise ValueError unless `holds` is true. The message is "NAME=VALUE must WANTED"."""
     if not holds:
         raise ValueError(f"{name}={value!r} must {wanted}")
 

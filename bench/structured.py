@@ -436,7 +436,10 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
 
 @contextmanager
 def _folder(shape: str | None) -> Iterator[Path | None]:
-    """Yield a folder with a shape's `config.json` and a tokenizer; None for the embedded model."""
+    """Yield a folder with a tokenizer and the `config.json` of `SHAPES[shape]`.
+
+    If `shape` is None, yield None: the model that ships with jpaged needs no folder.
+    """
     if shape is None:
         yield None
         return

@@ -33,8 +33,10 @@ from jpaged import Engine, RequestOutput, SamplingParams
 from jpaged.config import EMBEDDED_MODEL
 
 PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
-MAX_LEN = 160  # tokens of a prompt and its answer; a token is a byte
-CLIP = 0.2  # the loss rewards no larger change of the ratio (new / old probability of a token)
+MAX_LEN = 160  # maximum number of tokens of a prompt and its answer together
+# The loss rewards changes of the ratio (new probability / old probability of a token) only from
+# 1 - CLIP to 1 + CLIP.
+CLIP = 0.2
 
 
 class Sample(NamedTuple):
@@ -46,8 +48,17 @@ class Sample(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Results of a training step: means over the answers, the largest differences of
-    log-probabilities, and the seconds of each part."""
+    """Results of a training step.
+
+    Attributes:
+        reward: Mean reward of the answers.
+        exact: Share of the answers that are completely right, from 0 to 1.
+        scoring_difference: Largest difference between the log-probability with which a token was
+            sampled and the log-probability that `score_completions` returns for the token.
+        trainer_difference: Largest difference between the log-probability with which a token was
+            sampled and the log-probability that the trainer's forward computes for the token.
+        seconds: Duration of each part of the step, by the name of the part.
+    """
 
     reward: float
     exact: float
@@ -89,8 +100,11 @@ def make_samples(output: RequestOutput) -> Iterator[Sample]:
 
 
 def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays: tokens [B, L]; whether each token of tokens[:, 1:] was sampled; and the
-    log-probabilities of the sampled tokens."""
+    """Return three arrays about B answers, padded to L = MAX_LEN tokens.
+
+    The arrays are: the tokens of prompt and answer [B, L]; for each token but the first, whether it
+    was sampled [B, L - 1]; and the log-probability with which it was sampled [B, L - 1].
+    """
     tokens = np.zeros((len(samples), MAX_LEN), np.int32)
     is_sampled = np.zeros((len(samples), MAX_LEN - 1), bool)
     logprobs = np.zeros((len(samples), MAX_LEN - 1), np.float32)

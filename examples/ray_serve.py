@@ -80,8 +80,8 @@ class Replica:
 
         Args:
             fields: Fields of an ASGI scope, and the request's "body".
-            pieces: Digests of the prompt. Only the router uses them: it reads the arguments of this
-                call.
+            pieces: Digests of the prompt's prefixes. This method ignores them. The router reads
+                them from the arguments of the call to choose a replica.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [{"type": "http.request", "body": fields.pop("body"), "more_body": False}]
@@ -109,7 +109,8 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            running.cancel()  # The application then aborts the request in the engine.
+            # The cancelled application aborts the request in the engine.
+            running.cancel()
 
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and metrics in Prometheus format."""
@@ -190,7 +191,10 @@ class PrefixRouter(RequestRouter):
 
 
 def _pieces_of_call(call: PendingRequest | None) -> list[bytes]:
-    """Return the argument `pieces` of a call of `Replica.answer`; empty for other calls."""
+    """Return the argument `pieces` of a call of `Replica.answer`.
+
+    The result is empty for calls of other methods.
+    """
     return [] if call is None else call.kwargs.get("pieces", [])
 
 
@@ -245,9 +249,9 @@ class Front:
         return response
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body, cut to one byte more than the maximum.
+        """Read the body of a request, and stop when it has more bytes than the maximum.
 
-        The replica then rejects a body that is too large.
+        The replica rejects a request whose body has more bytes than the maximum.
         """
         body = bytearray()
         async for piece in request.stream():
@@ -306,8 +310,8 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         # Reserve no CPU, because an engine mostly waits for its device. Ray assigns num_gpus GPUs
         # to each replica by CUDA_VISIBLE_DEVICES.
         ray_actor_options={"num_cpus": 0, "num_gpus": args.num_gpus_per_replica},
-        # Ray passes all requests on immediately, so that they wait in the engine, where the metrics
-        # count them. If there are too many, the application answers with status 503.
+        # With this limit, Ray never queues requests. They wait in the engine, whose metrics count
+        # them. The application answers with status 503 if too many requests wait.
         max_ongoing_requests=MAX_NUM_SEQS + limits.max_num_queued_reqs,
         autoscaling_config=AutoscalingConfig(
             min_replicas=low,
@@ -320,8 +324,8 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         request_router_config=RequestRouterConfig(**router),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        # When Ray stops a replica, Ray sends it no new requests. Ray then waits at most this number
-        # of seconds for the running requests to end.
+        # Maximum number of seconds that Ray waits for running requests when it stops a replica. The
+        # replica gets no new requests in this time.
         graceful_shutdown_timeout_s=flags.serve.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
@@ -399,7 +403,7 @@ def serve_until_signal(args: argparse.Namespace, flags: Flags, host: str, port: 
             flush=True,
         )
         ended.wait()
-    finally:  # do this even if the deployment failed
+    finally:  # delete the application even if its deployment failed
         serve.delete(APP)
 
 
@@ -442,7 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve_until_signal(args, flags, host, port)
         return 0
     finally:
-        if not args.ray_address:  # In an existing cluster, other applications may run.
+        # An existing cluster may run other applications, so do not shut it down.
+        if not args.ray_address:
             serve.shutdown()
         ray.shutdown()
 

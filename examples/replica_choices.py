@@ -28,7 +28,7 @@ WAITING_PER_REPLICA = 4
 class _Asked(msgspec.Struct):
     """The fields of a request body that determine the prompt's prefix.
 
-    Their values stay unparsed JSON, which is faster.
+    The values of the fields are not parsed, which saves time.
     """
 
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -123,8 +123,8 @@ class PrefixMemory:
                 del self._holders[piece]
 
     def _num_known(self, pieces: Sequence[bytes], loads: Mapping[str, int]) -> Counter[str]:
-        """Return for each replica how many of the first pieces of the prompt it has received
-        before."""
+        """Return for each replica the length of the prompt's prefix that the replica has received
+        before, as a number of pieces."""
         known = Counter[str]()
         holders = set(loads)
         for piece in pieces:
@@ -138,9 +138,9 @@ class PrefixMemory:
 def num_replicas(current: int, num_waiting: float, busy: float) -> int:
     """Return the number of replicas that should run.
 
-    Replicas are added if more than `WAITING_PER_REPLICA` requests wait per replica. One replica is
-    removed if no request waits, and if the running sequences would fill less than half of the
-    batches of the other replicas.
+    The number rises if more than `WAITING_PER_REPLICA` requests wait per replica. The number falls
+    by one if no request waits, and if one replica less would still leave more than half of the
+    batch rows free.
 
     Args:
         current: Current number of replicas.

@@ -91,8 +91,11 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return a dict from a digest of the weights of one device to the sorted numbers of rows in its
-    GEMMs."""
+    """Return a dict with one entry, which says which GEMMs of a model shape are measured.
+
+    The key is a digest of the shapes and dtypes of the weights that one device holds. The value is
+    the sorted list of the numbers of rows with which the GEMMs of these weights are measured.
+    """
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}
     mesh = make_mesh(jax.devices(), num_devices)

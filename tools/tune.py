@@ -3,11 +3,12 @@
     python -m tools.tune                        sweep every op and print the results
     python -m tools.tune --op decode --write    also write pallas_kernels/tuned/<device kind>.json
 
-A candidate is a possible entry of that table. For one op, head size and item size, it replaces
-fields of the launch parameters that the heuristic chooses, for all batches. On small inputs, a
-candidate must give the results of the reference. It must be faster by `MIN_GAIN` in the geometric
-mean of all cases, and at most `MAX_LOSS` slower in any case. If no candidate qualifies, the entry
-is empty and the heuristic decides. The server only reads the table, and never tunes.
+The JSON file contains a table of launch parameters. An entry of the table is for one op, head size
+and item size. For all batches, the values in the entry replace those that the heuristic chooses. A
+candidate is a possible entry. With a candidate, the op must give the results of the reference on
+small inputs. The candidate must be faster than the heuristic by `MIN_GAIN` in the geometric mean of
+all cases, and at most `MAX_LOSS` slower in any case. If no candidate qualifies, the entry is empty,
+so the heuristic chooses. The server only reads the table, and never tunes.
 """
 
 import argparse

@@ -52,9 +52,10 @@ def shapes_of(case: Case) -> Any:
 
 
 def num_calls(case: Case) -> int:
-    """Return the number of calls in a timed program, each with a different state.
+    """Return how often a timed program calls the case.
 
-    The states together exceed the device's cache, and the calls together take longer than a launch.
+    Each call has a different state. The number is so large that all states together exceed the
+    device's cache, and that all calls together take longer than the launch of the program.
     """
     leaves = jax.tree.leaves(shapes_of(case))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -65,7 +66,7 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
     """Lower the program to time, which runs the case several times.
 
     The program takes (states, inputs) and returns (states, results); the states are donated. Each
-    call has other operands, because XLA would merge equal calls.
+    call has different operands, because XLA would merge calls with equal operands.
     """
     state, arguments = shapes_of(case)
     count = num_calls(case)

@@ -67,7 +67,10 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate or the heuristic, and the key of the program to run for each case and check."""
+    """A candidate or the heuristic, with the key of its program for each case.
+
+    Each size that is timed has a case, and each small input that is checked has a case.
+    """
 
     override: Override
     programs: dict[Case, str] = dataclasses.field(default_factory=dict)
@@ -179,10 +182,10 @@ class Sweep:
             trial.programs[case] = known[planned]
 
     def _lower_one(self, case, build, override: Override) -> tuple[str, tuple]:
-        """Lower a program with an override.
+        """Lower the program of a case while `override` replaces launch parameters of the op.
 
         Returns:
-            The key of the program, and the configurations chosen for the op.
+            The key of the program, and the launch parameters chosen for the op.
         """
         try:
             with using(self.op, override) as plan:

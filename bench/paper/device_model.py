@@ -350,7 +350,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         for row in rows:
             row.setdefault("source", path.name)
             if row["kind"] in _MODELLED_KINDS and not row["seconds"] > 0:
-                raise ValueError(f"a row has seconds={row['seconds']}")
+                raise ValueError(f"a row has seconds={row['seconds']}: pass a number above 0")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the recorded steps in {path} cannot be read: {error!r}") from error
     return [row for row in rows if row["kind"] in _MODELLED_KINDS]

@@ -56,17 +56,20 @@ def prepare(work: Workload):
 
 
 def tile_of(function, arguments) -> tuple[int, int]:
-    """Return the number of queries and the number of keys of a tile. The function reads these sizes
-    from the traced kernel.
+    """Trace the kernel `function`; return the number of queries and the number of keys of a tile.
 
-    The last GEMM of the kernel multiplies the softmax weights [queries, keys] by the values.
+    The last GEMM of the kernel multiplies the softmax weights [queries, keys] by the values. The
+    shape of these weights gives both numbers.
     """
     *_, last = products(jax.make_jaxpr(function)(*arguments).jaxpr)
     return last[-2], last[-1]
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of the left operand of each GEMM, in order, including loops and calls."""
+    """Yield the shape of the left operand of each GEMM in program order.
+
+    GEMMs inside loops and inside called functions count too.
+    """
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.invars[0].aval.shape

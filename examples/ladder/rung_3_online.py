@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from examples.ladder import rung_2_two_pass
 
-# this function is the same as in rung 2
+# `prepare` is the same function as in rung 2.
 from examples.ladder.rung_2_two_pass import prepare, scores_of_block
 from examples.ladder.workload import Cost, Workload, main
 

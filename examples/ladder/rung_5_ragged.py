@@ -48,8 +48,9 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
+    # These TILE rows of q may include rows after the tile. Their results are never stored.
     window = (pl.ds(first_row, TILE), head, slice(None))
-    q = q_ref[window]  # The window may include rows after the tile, whose results are never stored.
+    q = q_ref[window]
 
     def fold(index, carry):
         largest, total, out = carry
@@ -69,7 +70,10 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of one call; a tile multiplies TILE queries by all keys up to its end."""
+    """Return the cost of one call.
+
+    A program multiplies the TILE queries of a tile by all keys up to the end of the tile.
+    """
     return tiled_cost(work, TILE, BLOCK_SIZE)
 
 

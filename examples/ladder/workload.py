@@ -15,12 +15,17 @@ import numpy as np
 
 LENGTHS = (128, 64, 32, 8)
 NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 64, 16
-# `GARBAGE` fills empty slots, so the result of a rung that uses an empty slot is wrong.
+# `GARBAGE` fills slots without a token. If a version of attention reads such a slot, its result is
+# wrong, and the check finds it.
 GARBAGE = 99.0
 
 
 class Workload(NamedTuple):
-    """Queries, keys and values of several sequences, whose T tokens follow each other."""
+    """Queries, keys and values of several sequences.
+
+    The T rows of an array are the tokens of the first sequence, then those of the second, and so
+    on.
+    """
 
     lengths: tuple[int, ...]
     q: jax.Array  # [T, N, H]
@@ -74,15 +79,16 @@ class Workload(NamedTuple):
 class Cost(NamedTuple):
     """Cost of a rung. A pair is one query and one key, with all heads."""
 
-    calls: int  # Python makes `calls` calls to the device.
-    num_pairs: int
-    # In `num_padding_pairs` of the computed pairs, the query or the key is padding.
+    calls: int  # Number of calls from Python to the device.
+    num_pairs: int  # Number of pairs whose scores are computed.
+    # Number of these pairs in which the query or the key is padding.
     num_padding_pairs: int
-    # `num_rows_read` keys and values are read. Each has the shape [N, H].
+    # Number of keys plus number of values that are read. Each has the shape [N, H].
     num_rows_read: int
-    # The sequences hold `num_slots` slots of the KV cache.
+    # Number of KV cache slots that the sequences hold.
     num_slots: int
-    # At most `scores_at_once` scores are in memory at a time; for a kernel, in one program.
+    # Maximum number of scores that are in memory at a time. For a kernel, this is the maximum of
+    # one program.
     scores_at_once: int
     # The dot products q . k and p . v take one multiplication and one addition per element.
     flops_per_pair: int = 4 * HEAD_SIZE

@@ -120,8 +120,9 @@ def device_sum_norm(
 
 
 def exchange_word_counts(num_devices: int, backend: Backend) -> tuple[int, int] | None:
-    """Return how many int32 words a peer-memory header and an exchange memory have, per device.
+    """Return the size of a device's peer-memory header and that of its exchange memory.
 
+    Both sizes are numbers of int32 words. The exchange memory contains the receive buffers.
     Return None if no peer-memory kernel exists: for fewer than 2 or more than 8 devices, or if
     the devices are not Hopper GPUs.
     """

@@ -264,7 +264,10 @@ def _launch_decode(q, kv, block_tables, seq_lens, options, backend, into=None):
 
 
 def _check_batch_invariant(q, kv, options, backend):
-    """Raise ValueError on a GPU whose prefill_hopper.py does not support the arguments."""
+    """Raise ValueError if no batch-invariant kernel supports the arguments on this GPU.
+
+    The only such kernel is prefill_hopper.py.
+    """
     is_plain_causal = all(options[name] is None for name in ("soft_cap", "sliding_window"))
     supported = tuning.runs_hopper_prefill(
         head_size=q.shape[2],

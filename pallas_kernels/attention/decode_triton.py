@@ -432,8 +432,8 @@ def _is_last_program(counters_ref, counter, count, spec):
 def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
     tile_ops.store_rows(partials[0], rows, out, live)
-    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
-    # values. It ignores rows past the end of the array, so move masked rows there.
+    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
+    # interpreter ignores rows past the end of the array, so give masked rows an index there.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
     plgpu.store(partials[2].at[rows], row_sum, mask=live)

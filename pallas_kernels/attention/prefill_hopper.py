@@ -254,9 +254,10 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Return the index of the head set, and the six metadata fields of the tile, that this
-        program processes in a round. For a later round than the last, return the values of the last
-        round.
+        """Return the work of this program in a round: a set of query heads, and a tile.
+
+        The function returns the index of the head set, then the six metadata fields of the tile. If
+        `round_index` is past the last round, it returns the values of the last round.
         """
         index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program

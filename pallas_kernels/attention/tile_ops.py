@@ -121,8 +121,8 @@ def load_rows(ref, rows, width, live=None):
 
 def store_rows(ref, rows, value, live):
     """Store a tile into the given rows of a matrix where `live` is true, in the matrix's dtype."""
-    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
-    # values. It ignores rows past the end of the matrix, so move masked rows there.
+    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
+    # interpreter ignores rows past the end of the matrix, so give masked rows an index there.
     rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
@@ -193,7 +193,10 @@ def repeat_rows(x, repeats):
 
 
 def begin_folds(q, carry, spec):
-    """Convert queries and the running (max, sum, output) to the parts that `fold_keys` takes."""
+    """Return the queries and the running (max, sum, output) in the form that `fold_keys` takes.
+
+    `split_parts` splits the queries and the output into parts by columns.
+    """
     if spec.is_scaled and q.dtype == jnp.bfloat16:
         q = q.astype(jnp.float16)
     row_max, row_sum, out = carry

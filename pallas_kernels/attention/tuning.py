@@ -16,7 +16,7 @@ SMALL_BATCH = 8
 REFERENCE_NUM_CORES = 132
 # A key tile of prefill_hopper.py has `HOPPER_KEY_TILE` keys.
 HOPPER_KEY_TILE = 128
-# Bytes of memory in a step for the keys and values that widen_triton.py converts from FP8.
+# Size in bytes of the buffer of a step for keys and values that widen_triton.py converts from FP8.
 WIDENED_KV_BYTES = 2**28
 
 

@@ -31,7 +31,7 @@ from pallas_kernels.types import LayerKV, unpack_fp8_pairs
 
 
 class WideBlocks(NamedTuple):
-    """Converted blocks, and the ragged batch that reads them.
+    """Blocks that were converted from FP8 to a wider dtype, and the batch that reads them.
 
     Attributes:
         kv: Pool of converted blocks [max_blocks, S, K, H]. Unused blocks are uninitialized memory.

@@ -202,9 +202,9 @@ def _attend(
 
 
 def _loop_bounds(first_key, num_keys, chunk):
-    """Return the range (start, stop) of key chunks that covers the needs of all sequences.
+    """Return the range (start, stop) of the chunks that contain the keys that any sequence reads.
 
-    Sequences without keys need no chunk.
+    A sequence without keys reads no chunk.
     """
     stop = (jnp.max(num_keys) + (chunk - 1)) // chunk
     start = jnp.min(jnp.where(num_keys > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk

@@ -469,8 +469,9 @@ def _select_fp8(
 def check_fp8_gated_gemm(x, weight, x_scale, weight_scale, routing, activation, *, grouped):
     """Check the arguments of a gated FP8 op.
 
-    `scaled_expert_gated_gemm` documents the errors. `grouped` says whether groups and blocks have
-    scales, rather than rows.
+    `scaled_expert_gated_gemm` documents the errors. If `grouped` is true, each row of x has a scale
+    for each group of columns, and each block of a weight has a scale. Otherwise, each row of x and
+    each row of a weight has one scale.
     """
     sizes = checks.check_array("x", x, "[T, D]", FP8)
     sizes = checks.check_array("weight", weight, "[E, width, D]", FP8, **sizes)

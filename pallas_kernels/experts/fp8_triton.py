@@ -189,7 +189,10 @@ def _kernel(
 
 
 def _rows_of_x(order_refs, rows, is_row, num_choices):
-    """Return the row of x of each sorted row; without an order in `order_refs`, the same row."""
+    """Return the index in x of each of `rows`, which are indices of rows sorted by expert.
+
+    If `order_refs` is empty, x is sorted by expert too, and the function returns `rows`.
+    """
     if not order_refs:
         return rows
     pairs = plgpu.load(order_refs[0].at[rows], mask=is_row, other=0)

@@ -215,8 +215,8 @@ def _many_rows_kernel(
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
     num_stages, tile_rows, _ = x_smem.shape
-    # A tile has two factors. If gated, they are the same columns of gate and of up; otherwise they
-    # are neighbouring columns of the weight.
+    # A tile reads two blocks of weight columns. In a gated GEMM, they are the same columns of gate
+    # and of up. Otherwise they are neighbouring columns of the weight.
     tile_columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
     factor_distance = width if gated else TILE_COLUMNS
     num_steps, grid = depth // TILE, (num_rows // tile_rows, width // tile_columns)

@@ -250,8 +250,8 @@ def _load_halves(ref, rows, live):
 
 
 def _store_halves(ref, rows, halves, live, scale=None):
-    # The Pallas interpreter writes masked rows too, with old values, which could overwrite new
-    # values. It ignores rows past the end of the array, so move masked rows there.
+    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
+    # interpreter ignores rows past the end of the array, so give masked rows an index there.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
         plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)

@@ -20,11 +20,12 @@ from pallas_kernels.types import Backend, FusedLayerWeights
 def new_exchange_memory(
     weights: FusedLayerWeights, *, num_tokens: int, backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """Return new exchange memory for the first `fused_layer` of a step, or None.
+    """Return an array for the argument `exchange` of the first `fused_layer` of a step, or None.
 
-    None means that the fused kernel cannot run or is not faster than the separate ops. The kernel
-    needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual stream of fewer than
-    2,048 columns, and widths that are multiples of 128.
+    The programs of the fused kernel pass split-K partials to each other through the array (the
+    exchange memory). None means that the kernel cannot run, or is not faster than the separate
+    ops. The kernel needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual
+    stream of fewer than 2,048 columns, and widths that are multiples of 128.
     """
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
@@ -101,7 +102,7 @@ def _plan(weights, num_tokens, backend):
 
 
 def check_fused_layer(attention_output, hidden, weights, num_rows, exchange, eps):
-    """Check that rows, weights and exchange memory of `fused_layer` fit each other."""
+    """Check the shapes and dtypes of the arguments of `fused_layer`, which documents the errors."""
     sizes = checks.check_array("hidden", hidden, "[T, D]")
     sizes |= checks.check_array(
         "attention_output", attention_output, "[T, C]", hidden.dtype, **sizes

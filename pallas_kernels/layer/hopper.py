@@ -314,8 +314,8 @@ def _kernel(
 
     def multiply(gemm, start, stop, step):
         """Multiply the work units `start` to `stop` of a column block, and return the sum [64, 8]
-        of this warpgroup. Work unit `start` is the `step`-th one that the loader copies into the
-        ring buffer.
+        of this warpgroup. The loader numbers the work units of all GEMMs in the order in which it
+        copies their weights. `step` is the number of work unit `start` in this order.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
         # A warpgroup that waits for the barrier of a stage must wait for every use of the stage. So
@@ -387,7 +387,8 @@ def _wait_for_scales():
 
 
 def _clear_exchange(plan, next_exchange):
-    """Fill the exchange memory that the next launch uses with `EMPTY_WORD`."""
+    """Fill `next_exchange`, through which the programs of the next launch pass partials, with
+    `EMPTY_WORD`."""
 
     def body(memory):
         first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4
@@ -668,7 +669,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
     """Store the partial that this program computed for a column block.
 
     The partial is the sum of `acc` over the warpgroups. Only its first `count` rows are stored.
-    `target` is the exchange memory, or the output array for the qkv GEMM.
+    `target` is the output array for the qkv GEMM. For other GEMMs, `target` is the exchange memory:
+    the array in GPU memory through which programs pass partials to each other.
     """
     gemm, sides = plan.gemms[gemm_index], 2 if gemm_index == _GATE_UP else 1
 

@@ -41,9 +41,11 @@ NUM_PASSES = 3
 # `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-# In the launches that narrow the bracket of a threshold, a load reads `TILE` tokens.
+# The bracket is the interval that contains the threshold. In the launches that narrow the bracket,
+# a load reads the logits of `TILE` tokens.
 TILE = 256
-# In the launch that collects tokens inside the bracket, a load reads `PACKED_TILE` tokens.
+# In the launch that collects the tokens with logits inside the bracket, a load reads the logits of
+# `PACKED_TILE` tokens.
 PACKED_TILE = 512
 # In the collect launch, each of the 4 warps has its own strip of a chunk, so that warps never wait.
 NUM_STRIPS = 4

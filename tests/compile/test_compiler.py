@@ -1,5 +1,5 @@
-"""Test which GEMMs without shipped measurements are measured, how often they are measured, and the
-compiler options of programs."""
+"""Test the autotuning of GEMMs when no measurements for them ship with jpaged, and the compiler
+options of programs."""
 
 import fcntl
 import re
@@ -70,7 +70,8 @@ def decode(kind: str, rows: int) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Replace `measure_gemms`, and return a list that gets the pair (part, rows) of each call."""
+    """Replace `measure_gemms`, and return a list. Each call appends its pair (part, rows): the part
+    of the model, "layer" or "head", and the number of rows."""
     found: list[tuple[str, int]] = []
 
     def record(model: Any, part: str, rows: int, backend: Backend) -> None:
@@ -107,7 +108,9 @@ def test_only_gemms_with_many_rows_are_measured(measured: list, tmp_path: Path):
 
 
 @pytest.mark.parametrize("rows", [8, MIN_MEASURED_ROWS])
-def test_recipe_options_extend_the_compiler_options(rows: int, measured: list, tmp_path: Path):
+def test_options_of_a_program_are_added_to_the_compiler_options(
+    rows: int, measured: list, tmp_path: Path
+):
     recipe, lowered = replace(decode("decode", rows), options={"own": 1}), FakeLowered()
     compiler(tmp_path).compile(recipe, lowered)
     Compiler().compile(recipe, lowered)
@@ -153,7 +156,7 @@ def test_collectives_run_on_the_stream_of_the_step():
     assert are_synchronous(replace(shared, options={})) == [False]
 
 
-def test_processes_that_share_a_folder_measure_each_size_once(measured: list, tmp_path: Path):
+def test_processes_that_share_a_folder_measure_each_gemm_size_once(measured: list, tmp_path: Path):
     first, second = compiler(tmp_path), compiler(tmp_path)
     first.compile(prefill(512, 8), FakeLowered())
     first.compile(prefill(512, 256), FakeLowered())
@@ -209,7 +212,8 @@ def test_process_waits_while_another_process_measures(measured: list, tmp_path: 
         other.kill()
         compiling.join(60)
     assert lowered.options == [CUBLAS_AUTOTUNING]
-    with (tmp_path / "measuring.lock").open("w") as lock:  # the compiler has released the lock
+    # The compiler has released the lock, so this process gets it immediately.
+    with (tmp_path / "measuring.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -231,8 +235,8 @@ def test_wait_for_another_measuring_process_has_a_time_limit(
 def test_all_gemms_of_a_layer_and_the_head_are_measured(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A layer has four GEMMs: one for queries, keys and values, one for the attention output, and
-    two in the feed-forward."""
+    """A layer has four GEMMs. One computes queries, keys and values, one computes the attention
+    output, and two are in the feed-forward network."""
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:

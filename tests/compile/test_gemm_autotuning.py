@@ -73,7 +73,7 @@ def test_no_measurements_are_copied_without_a_record_or_a_cache(cache: Path, rec
     assert not cache.exists()
 
 
-def test_cache_url_is_not_used_as_a_folder(
+def test_url_of_a_compilation_cache_is_not_used_as_a_folder(
     recorded: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(recorded.parent)
@@ -82,7 +82,7 @@ def test_cache_url_is_not_used_as_a_folder(
     assert not (recorded.parent / "gs:").exists()
 
 
-def test_unwritable_cache_folder_gives_an_empty_record(cache: Path, recorded: Path):
+def test_unwritable_cache_folder_gives_an_empty_gemm_record(cache: Path, recorded: Path):
     cache.write_text("a file")
     assert gemm_autotuning.install_gemm_record(DEVICE) == EMPTY_RECORD
     assert cache.read_text() == "a file"
@@ -129,7 +129,7 @@ def test_shipped_gemm_records_cover_the_published_models():
                 assert record.rows[model] == rows
 
 
-def test_gemm_record_covers_only_models_with_all_gemms_measured():
+def test_gemm_record_covers_a_model_only_if_it_has_all_gemms_of_the_model():
     def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -150,7 +150,7 @@ def test_failed_copy_of_a_gemm_record_leaves_no_partial_file(
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
-def test_gemm_record_also_applies_with_a_float8_pool():
+def test_gemm_record_of_a_model_also_applies_with_a_float8_kv_cache():
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
     one, other = (

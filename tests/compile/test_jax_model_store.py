@@ -118,11 +118,12 @@ def test_program_key_depends_on_which_parameters_a_model_function_uses():
     assert both[0] != both[1]
 
 
-def test_digests_are_freed_with_the_last_reference():
+def test_digests_of_model_functions_are_freed_with_their_last_reference():
     digests = plan_jax_model(MODEL, params(), DEVICE).digests()
     found = ref(digests)
     digests.digest(4, [2])
-    gc.disable()  # an engine must not need a collection to release a user's functions
+    # A user's functions must be freed without a run of the garbage collector.
+    gc.disable()
     try:
         del digests
         assert found() is None
@@ -131,7 +132,9 @@ def test_digests_are_freed_with_the_last_reference():
 
 
 @pytest.mark.full
-def test_program_keys_are_computed_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+def test_program_key_covers_each_number_of_rows_with_which_the_model_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+):
     called: list[tuple[str, int]] = []
 
     def spy(name: str, method: Callable[..., Any]) -> None:
@@ -143,8 +146,8 @@ def test_program_keys_are_computed_for_every_number_of_rows(monkeypatch: pytest.
 
     spy("__call__", JaxDecoder.__call__)
     spy("logits", JaxDecoder.logits)
-    # 48 sequences with 8 tokens each have 384 rows of logits, which the program computes in two
-    # parts: 240 and 144.
+    # 48 sequences with 8 tokens each have 384 rows of logits. The program computes 240 rows of
+    # logits, and then the other 144 rows.
     found = recipes(MODEL, 48, SpeculativeConfig(num_speculative_tokens=7))
     assert {kind for kind, _ in found} >= {"verify", "decode", "prefill", "prompt_logprobs"}
     for recipe in found.values():

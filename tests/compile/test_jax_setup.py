@@ -21,9 +21,9 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_engine_start_freezes_objects_for_the_garbage_collector(enabled: bool):
-    """If the caller has disabled the garbage collector, the collector stays disabled, and no object
-    is frozen."""
+def test_garbage_collector_ignores_objects_after_an_engine_start(enabled: bool):
+    """If the caller has disabled the garbage collector, the collector stays disabled, and continues
+    to track all objects."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -41,7 +41,7 @@ def is_tracked(node: Node) -> bool:
     return any(it is node for it in gc.get_objects())
 
 
-def test_failed_engine_start_freezes_no_objects():
+def test_garbage_collector_still_tracks_objects_after_a_failed_engine_start():
     made: list[Node] = []
 
     def fail() -> None:
@@ -55,7 +55,7 @@ def test_failed_engine_start_freezes_no_objects():
     assert is_tracked(made[0])
 
 
-def test_engine_start_first_collects_earlier_engines():
+def test_engine_start_first_runs_the_garbage_collector():
     node = Node()
     node.itself = node  # a reference cycle, as in a failed engine
     left = weakref.ref(node)

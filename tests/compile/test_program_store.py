@@ -187,7 +187,7 @@ def test_store_folder_is_private_to_the_user(tmp_path: Path):
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
 
-def test_number_in_the_store_is_computed_only_if_missing(tmp_path: Path):
+def test_number_in_the_program_store_is_computed_only_if_missing(tmp_path: Path):
     assert make_store(tmp_path).load_or_compute("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
     assert make_store(tmp_path).load_or_compute("bytes", unused) == 42
@@ -207,7 +207,7 @@ def test_least_recently_used_files_are_deleted_first(tmp_path: Path):
     assert store.load(recipe(16).key) is not None
 
 
-def test_program_with_a_unique_name_bypasses_the_jax_cache(jax_cache: Path):
+def test_program_with_a_unique_name_is_not_loaded_from_the_jax_cache(jax_cache: Path):
     recipe(32).compile()
     for count in (2, 3):
         recipe(32).with_unique_name().compile()

@@ -22,7 +22,7 @@ ALWAYS = [(name, None) for name in ("load_rows", "load_bias", "copy_blocks", "fo
 
 
 class FakeRecipe(Recipe):
-    """A recipe whose function runs when the recipe is compiled."""
+    """A `Recipe` for tests: its "compilation" calls the function of the recipe."""
 
     def lower(self, exported: Any = None) -> Any:
         label = f"{self.name[0]} {self.name[1]}"
@@ -49,7 +49,10 @@ class FakeRecipe(Recipe):
 
 
 class Log:
-    """A log of lowered and compiled programs. `recipe` creates recipes that write to the log."""
+    """A list of messages about lowered and compiled programs.
+
+    `recipe` returns a `FakeRecipe` (the inputs of a compilation) that appends to the list.
+    """
 
     def __init__(self):
         self.said: list[str] = []
@@ -76,7 +79,7 @@ def test_programs_are_reported_and_found_by_name():
     assert log.said.count("lower decode 8") == 1
 
 
-def test_program_that_waits_for_measurements_delays_no_other_program():
+def test_program_that_waits_for_gemm_measurements_delays_no_other_program():
     log, free = Log(), threading.Event()
     recipes = [
         log.recipe(("prefill", (8, 1)), ("layers", 1), work=free.wait),
@@ -93,7 +96,7 @@ def test_program_that_waits_for_measurements_delays_no_other_program():
     assert log.said[-1] == "compiled prefill (8, 1)"
 
 
-def test_each_program_is_reported_when_compiled():
+def test_each_program_is_reported_as_soon_as_it_is_compiled():
     log, free = Log(), threading.Event()
     with ProgramBuilder(2) as builder:
         builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
@@ -104,7 +107,7 @@ def test_each_program_is_reported_when_compiled():
         assert len([*builder.iter_built()]) == 2
 
 
-def test_programs_measured_for_workspace_are_compiled_before_other_programs():
+def test_programs_that_determine_the_workspace_size_are_compiled_first():
     log, free = Log(), threading.Event()
     drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
     others = [log.recipe(name) for name in ALWAYS]
@@ -124,7 +127,7 @@ def test_programs_measured_for_workspace_are_compiled_before_other_programs():
     assert log.index("compiled draft 1") < first_other
 
 
-def test_workspace_is_measured_with_the_compiler_of_the_programs(tmp_path: Path):
+def test_workspace_size_is_measured_with_the_same_compiler_as_other_programs(tmp_path: Path):
     log = Log()
 
     class Other(Compiler):
@@ -162,8 +165,10 @@ def test_compile_failure_is_raised_and_stops_all_work():
 
 
 def test_closed_builder_starts_no_further_program():
-    """Closing the builder waits for the trace that is running. A Ctrl-C or an error closes the
-    builder in the same way."""
+    """The end of the `with` block closes the builder, also after an error or a Ctrl-C.
+
+    The builder then waits for the program that is being traced, and starts no other program.
+    """
     log, before = Log(), threading.active_count()
     tracing, free = threading.Event(), threading.Event()
 
@@ -183,7 +188,7 @@ def test_closed_builder_starts_no_further_program():
 
 
 class TracedRecipe(Recipe):
-    """A recipe whose compiled program is the lowered text."""
+    """A `Recipe` for tests: instead of compiling a program, it returns the lowered text."""
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
@@ -202,7 +207,7 @@ def test_programs_are_traced_with_the_jax_settings_of_the_creating_thread(
     assert ("HIGHEST" in text) is is_highest
 
 
-def test_thread_settings_apply_jax_settings_and_restore_them():
+def test_thread_settings_apply_the_jax_settings_of_another_thread_and_restore_them():
     def read_settings() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device

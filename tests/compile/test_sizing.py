@@ -39,7 +39,8 @@ def sizing(limit: int, held: int = 0, model: ModelConfig = MODEL, **options: Any
     stats = {"bytes_limit": limit, "bytes_in_use": held}
     split = SplitModel.of(make_abstract_model(model, FLOAT32))
     made = Sizing(EngineConfig(**options), model, split, FLOAT32, [device(stats)])
-    stats["bytes_in_use"] = limit  # memory allocated later belongs to this engine
+    # Memory that is allocated from now on counts as memory of this engine.
+    stats["bytes_in_use"] = limit
     return made
 
 

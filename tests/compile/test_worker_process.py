@@ -49,7 +49,8 @@ class ReachedError(Exception):
 def test_worker_uses_the_model_options_of_its_job(
     field: str, value: Any, wrong_values: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine's model differs from config.json in one field. The job contains the field."""
+    """One field of the engine's model differs from config.json. The worker must use the value in
+    its job, not the value in config.json."""
     given: list[Recipe] = []
 
     def reach(recipes: Iterable[Recipe], *_: Any) -> None:

@@ -116,7 +116,7 @@ def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
     assert json.loads(second.stdout) == [tokens, 0, total + misses, 0]
 
 
-def test_worker_with_another_digest_compiles_nothing(
+def test_worker_with_another_digest_of_the_code_compiles_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The digests differ because only this process has the type checks of the tests.
@@ -184,7 +184,7 @@ while "waits" in sys.argv and channel.recv(1000):
 
 
 def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
-    """Replace each worker by a fake process, which takes one of the lists as arguments.
+    """Replace the workers by fake processes. Each list in `arguments` has the arguments of one.
 
     The first argument is the message to send, as hexadecimal text. With "waits" as the second
     argument, the process runs until its channel closes; otherwise it exits.
@@ -270,7 +270,7 @@ def test_stdout_of_modules_that_a_worker_imports_goes_to_stderr(
     child.kill_and_close()
 
 
-def test_closed_pool_starts_no_worker(start: Start):
+def test_closed_pool_of_compile_workers_starts_no_worker(start: Start):
     """The thread that sizes the KV pool may call `start` after the pool is closed."""
     with start.pool() as pool:
         pass

@@ -106,7 +106,8 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.failed: list[tuple[Request, Exception]] = []
         self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}  # keys name a sample: "name", "name/1", "name/2"
+        # Output tokens of each sample. The samples of request "a" have the keys "a", "a/1", "a/2".
+        self.streams: dict[str, list[int]] = {}
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

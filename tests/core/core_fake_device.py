@@ -89,7 +89,7 @@ class FakeDevice:
         """Run a step, and return one token per row. The token is meaningless in rows that do not
         sample."""
         for seq_id in plan.released_seq_ids:
-            del self.tables[seq_id]  # this raises KeyError for a sequence without a row
+            del self.tables[seq_id]  # A KeyError means that the sequence has no batch row.
             self.last_tokens.pop(seq_id, None)
         for parent, child in plan.row_forks:
             assert child.seq_id not in self.tables, "a child has a row already"
@@ -109,7 +109,7 @@ class FakeDevice:
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
         inputs = [self._inputs(row) for row in plan.scheduled]
         for row in plan.scheduled:
-            self._read(row, row.start)  # before this step writes
+            self._read(row, row.start)  # Check the KV of earlier steps before this step writes KV.
         self._write(plan, inputs)
         for row in plan.scheduled:
             self._read(row, row.start + row.num_scheduled_tokens)

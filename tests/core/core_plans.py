@@ -41,7 +41,7 @@ def status(driver: Driver, name: str) -> str:
 
 
 def queue_of(manager: BlockManager) -> list[int]:
-    """Return the free blocks in the order of allocation."""
+    """Return the ids of the free blocks. The block that is allocated next comes first."""
     return list(manager.pool.free_block_queue)
 
 

@@ -36,14 +36,15 @@ class Turn:
         """Return whether prompts of other requests use the whole token budget of the step."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        # Ignore the first row, because it may recompute generated tokens.
+        # Ignore the first row of the step, because it may recompute tokens of a preempted request.
         new = plan.scheduled[1:]
         no_row_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
         is_throughput = self.driver.goal is SchedulingGoal.THROUGHPUT
         return is_throughput and is_full and no_row_decodes and not of_first
 
     def bound(self, request: Request) -> float:
-        """Return the maximum number of steps until the request, if served first, finishes."""
+        """Return the maximum number of steps until `request` has finished, if the scheduler serves
+        this request first."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the common prefix

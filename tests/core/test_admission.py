@@ -19,7 +19,10 @@ PROMPT = list(range(10))  # three blocks
 
 @dataclass
 class WaitingQueue:
-    """A queue whose first request waits for blocks, and a sequence that holds these blocks."""
+    """A queue of waiting requests, and a sequence (`holder`) that holds blocks.
+
+    The first request in the queue (`head`) needs one block more than is free.
+    """
 
     manager: BlockManager
     admission: Admission
@@ -45,8 +48,9 @@ class WaitingQueue:
 
 
 CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
-    # (a method of `WaitingQueue` that frees or saves one block, prompt of the waiting request, its
-    # number of samples). Before the call, the pool has one block too few for the request.
+    # (method of `WaitingQueue`, prompt of the waiting request, number of samples of this request).
+    # The request needs one block more than is free. The method frees a block, or changes the
+    # request so that it needs one block less.
     (WaitingQueue.free_block, PROMPT, 1),
     (WaitingQueue.replace_head, PROMPT, 1),
     (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),
@@ -84,7 +88,8 @@ def test_waiting_request_is_admitted_as_soon_as_enough_blocks_are_free(
             swap_out(queue.head, queue.manager)
         return queue.admission.find_fit(queue.head) is not None
 
-    assert [fits(), fits()] == [False, False]  # the second result is cached
+    # The second call returns the cached result of the first call.
+    assert [fits(), fits()] == [False, False]
     change(queue)
     assert fits()
 

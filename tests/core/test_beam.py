@@ -110,14 +110,16 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
 
 
 def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
-    # The worst complete answer scores -5. The beam scores -4.5 at its length, and -9 at 4 tokens.
+    # With a length penalty of -1, a score is the sum of the log-probabilities times the length. The
+    # score of the worst complete answer is -2.5 * 2 = -5. The score of the best beam is now
+    # -2.25 * 2 = -4.5, and would be -2.25 * 4 = -9 at the maximum length of 4 tokens.
     beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
 def test_never_early_stopping_ends_only_if_no_longer_answer_can_be_better():
-    # The sum of the best beam's log-probabilities is -3. At 4 tokens, its score would be -0.75 with
-    # a length penalty of 1, and -3 with a length penalty of 0.
+    # The sum of the best beam's log-probabilities is -3. With 4 tokens, the score of this beam
+    # would be -3 / 4 = -0.75 with a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]
     assert [beam.token_id for beam in beams] == [5, 6]
     assert two_answers_and_a_beam(early_stopping="never", length_penalty=0.0)[1] == []
@@ -132,7 +134,7 @@ def test_better_complete_answer_replaces_the_worst_one():
     assert [answer.score for answer in search.hypotheses] == [-1.0, -1.75]
 
 
-def test_width_one_search_is_greedy_with_any_early_stopping():
+def test_beam_search_of_width_1_is_greedy_with_any_early_stopping():
     search = BeamSearch(1, early_stopping="never", end_token_ids=frozenset({END}))
     assert first_step(search, {END: -0.6, 5: -0.8}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]

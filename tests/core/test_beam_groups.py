@@ -14,9 +14,11 @@ PROMPT = [9, 9, 9, 9, 9, 9]
 PROBABILITIES = {
     (): {1: 0.5, 2: 0.4, 3: 0.1},
     (1,): {4: 0.4, 5: 0.3, 6: 0.3},
-    (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) becomes more probable than (1, 4)
+    # The beam with the tokens (2, 4) has the probability 0.36, and the beam (1, 4) has 0.2.
+    (2,): {4: 0.9, 5: 0.05, 6: 0.05},
     (1, 4): {7: 0.4, 8: 0.3, 9: 0.3},
-    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # the two best beams extend (2, 4), so (1, 4) is dropped
+    # The two best beams with three tokens extend the beam (2, 4), so the beam (1, 4) is dropped.
+    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},
 }
 OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
 
@@ -63,7 +65,7 @@ def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
     assert shape(plan) == [(10, 6, 1, True), (11, 6, 1, True)]
     assert (plan.block_copies, updates(plan)) == (((2, 3),), [((1, 3),), ()])
     assert plan.is_decode
-    assert beams(driver) == [(2, 4), (1, 4)]  # the second beam is now the best
+    assert beams(driver) == [(2, 4), (1, 4)]  # The beam that starts with token 2 is now the best.
     assert tables(driver, "1") == [[1, 2], [1, 3]]
 
     plan = the(driver.step())
@@ -71,7 +73,8 @@ def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
     assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
     assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
     assert tables(driver, "1") == [[1, 2], [1, 2]]
-    assert num_free(driver) == 8  # dropping the beam (1, 4) has freed block 3
+    # The search has dropped the beam with the output tokens 1 and 4, and has freed its block 3.
+    assert num_free(driver) == 8
 
     plan = the(driver.step())
     assert (plan.released_seq_ids, forks(plan)) == ((10,), [(11, 12)])

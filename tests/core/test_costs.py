@@ -36,7 +36,7 @@ def test_cost_of_large_swaps_is_extrapolated_to_the_measured_time():
     assert math.isclose(costs.swap_cost(1024) / 2, milliseconds[1024], rel_tol=0.01)
 
 
-def test_a_longer_swap_is_never_cheaper():
+def test_estimated_swap_cost_never_falls_with_more_blocks():
     noisy = PreemptionCosts(((64, 1.0),), ((8, 0.3), (16, 0.2)))
     assert noisy.swap_cost(100) == noisy.swap_cost(16)
 

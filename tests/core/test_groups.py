@@ -127,7 +127,8 @@ def test_step_with_a_small_token_budget_computes_only_some_samples_of_a_request(
     driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
     assert shape(driver.step()) == [(10, 0, 2, False)]
     assert shape(driver.step()) == [(10, 2, 1, False)]
-    plan = the(driver.step())  # three samples join, but the token budget allows only two rows
+    # All three samples could start, but the step may compute only two tokens.
+    plan = the(driver.step())
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 3, 1, True), (11, 3, 1, True)]
     assert tables(driver, "1") == [[2], [3], [1]]
@@ -241,7 +242,7 @@ def test_request_is_admitted_only_if_all_its_samples_fit(num_blocks: int, expect
     driver.run()
 
 
-def test_waiting_request_is_admitted_after_one_of_its_samples_ends():
+def test_waiting_request_is_admitted_after_one_of_its_samples_is_aborted():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4))
     driver.add(make_request("1", 5, max_tokens=3))
     driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))

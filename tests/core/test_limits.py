@@ -21,7 +21,7 @@ REFUSALS = [
         make_request("2", 2, beam=BeamSearch(5), seq_id=10),
         "runs 5 sequences, but max_num_seqs=4: lower n, best_of or beam_width",
     ),
-    (  # the samples share four blocks, and each sample needs two more
+    (  # The three samples share four blocks, and each of them needs two more blocks.
         make_request("2", 17, max_tokens=8, n=3, seq_id=10),
         r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\), but the pool has 9: "
         "raise num_blocks or lower max_tokens, n or beam_width",
@@ -145,7 +145,7 @@ def test_swapped_out_sequence_counts_pinned_blocks_of_computed_tokens_only():
     assert manager.num_pinned_prefix_blocks(swapped) == 2
 
 
-def test_pin_that_leaves_too_few_blocks_for_a_request_is_refused():
+def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
     request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
     driver = driver_of(request, num_blocks=8, digest="xxh3")
     manager = driver.scheduler.block_manager

@@ -29,7 +29,7 @@ def test_urgent_requests_are_served_first():
     driver.run()
 
 
-def test_equal_priorities_are_served_in_order_without_preemption():
+def test_requests_of_equal_priority_are_served_in_order_of_arrival_without_preemption():
     driver = make_driver(max_num_seqs=1)
     for name in "123":
         driver.add(make_request(name, 2, max_tokens=2, priority=5))
@@ -38,7 +38,7 @@ def test_equal_priorities_are_served_in_order_without_preemption():
     assert not any(p.preempted_request_ids for p in driver.plans)
 
 
-def test_urgent_request_preempts_the_least_urgent_one_if_no_batch_row_is_free():
+def test_urgent_request_preempts_the_least_urgent_request_if_no_batch_row_is_free():
     driver = make_driver(max_num_seqs=3)
     for name, priority in (("1", 1), ("2", 3), ("3", 2)):
         driver.add(make_request(name, 2, max_tokens=9, priority=priority))
@@ -51,7 +51,7 @@ def test_urgent_request_preempts_the_least_urgent_one_if_no_batch_row_is_free():
     driver.run()
 
 
-def test_urgent_request_preempts_the_least_urgent_one_if_too_few_blocks_are_free():
+def test_urgent_request_preempts_the_least_urgent_request_if_too_few_blocks_are_free():
     driver = make_driver(num_blocks=7)
     driver.add(make_request("1", 8, max_tokens=4, priority=1))
     driver.add(make_request("2", 8, max_tokens=4, priority=2))
@@ -63,7 +63,7 @@ def test_urgent_request_preempts_the_least_urgent_one_if_too_few_blocks_are_free
     driver.run()
 
 
-def test_no_request_is_preempted_if_the_urgent_one_fits():
+def test_no_request_is_preempted_if_the_urgent_request_fits_without_preemption():
     driver = make_driver(make_request("1", 8, max_tokens=4, priority=1))
     driver.step()
     driver.add(make_request("2", 8, max_tokens=2))
@@ -73,7 +73,7 @@ def test_no_request_is_preempted_if_the_urgent_one_fits():
 
 
 @pytest.mark.parametrize(("by_priority", "priorities"), [(True, (1, 2)), (False, (0, 0))])
-def test_request_of_equal_or_lower_priority_preempts_none(
+def test_request_of_equal_or_lower_priority_preempts_no_other_request(
     by_priority: bool, priorities: tuple[int, int]
 ):
     first = make_request("1", 8, priority=priorities[0])
@@ -86,7 +86,7 @@ def test_request_of_equal_or_lower_priority_preempts_none(
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_preempted_request_returns_with_the_same_answer(lag: int, mode: PreemptionMode):
+def test_preempted_request_resumes_and_gives_the_same_answer(lag: int, mode: PreemptionMode):
     policy = PreemptionPolicy(mode, 8)
     first = make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10)
     driver = make_driver(first, lag=lag, max_num_seqs=2, pressure=policy)
@@ -149,14 +149,13 @@ def test_urgent_requests_get_the_token_budget_of_a_step_first():
     driver.run()
 
 
-def test_no_request_is_preempted_if_the_urgent_one_would_not_fit():
+def test_no_request_is_preempted_if_the_urgent_request_would_still_not_fit():
     driver = make_driver(max_num_seqs=4, num_blocks=30)
     for name, priority in (("1", 0), ("2", 0), ("3", 5), ("4", 5)):
         driver.add(make_request(name, 2, max_tokens=4, priority=priority))
     driver.step()
-    driver.add(
-        make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50)
-    )  # two rows are missing
+    # Request 5 needs four batch rows. Preempting requests 3 and 4 would free only two.
+    driver.add(make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50))
     assert the(driver.step()).preempted_request_ids == ()
     driver.run()
     assert [plan.preempted_request_ids for plan in driver.plans if plan.preempted_request_ids] == []

@@ -61,7 +61,8 @@ def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
     assert pool.num_free_blocks == 8
     driver.read()
     assert pool.num_free_blocks == 10
-    # A sequence frees the last block of its table first, so its first block is reused last.
+    # A sequence frees the last block of its table first, so the first block of the table is reused
+    # last.
     assert list(pool.free_block_queue)[-2:] == [2, 1]
     assert driver.streams["1"] == []
 
@@ -71,10 +72,11 @@ def test_request_waits_for_the_block_of_an_aborted_request():
     driver = driver_of(*requests, lag=1, num_blocks=5)
     driver.step()
     driver.scheduler.abort("3")  # the step in flight still writes the block of request 3
-    plan = the(driver.step())  # only one block is free, and request 1 gets it
+    plan = the(driver.step())  # Only one block is free. Request 1 gets this block.
     assert (shape(plan), plan.preempted_request_ids) == ([(1, 4, 1, True)], ())
     plan = the(driver.step())
-    assert (2, 4, 1, True) in shape(plan)  # request 2 recomputes no token
+    # Request 2 was not preempted, so it computes only one token.
+    assert (2, 4, 1, True) in shape(plan)
     driver.run()
 
 

@@ -30,7 +30,7 @@ def limits(draw: Callable) -> dict:
     """Draw random arguments of `make_scheduler`. The pool may be as small as one block."""
     max_model_len = draw(st.integers(2, 24))
     block_size = draw(st.integers(1, 5))
-    # A pool has at most 1.5 times the blocks of one sequence.
+    # The pool has at most 1.5 times the blocks that a sequence of `max_model_len` tokens needs.
     most = 2 + 3 * max_model_len // (2 * block_size)
     return {
         "num_blocks": draw(st.integers(max(2, most // 2), most)),

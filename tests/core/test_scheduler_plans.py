@@ -114,7 +114,9 @@ def test_min_tokens_counts_the_stop_token(min_tokens: int, expected: int):
 
 
 @pytest.mark.parametrize(("prompt", "is_decode"), [(1, [False, True]), (5, [False, False, True])])
-def test_last_prompt_token_is_not_a_decode_step(prompt: int, is_decode: list[bool]):
+def test_step_that_computes_only_the_last_prompt_token_is_not_a_decode_step(
+    prompt: int, is_decode: list[bool]
+):
     driver = driver_of(make_request("1", prompt), max_num_batched_tokens=4)
     assert [the(driver.step()).is_decode for _ in is_decode] == is_decode
 
@@ -166,7 +168,7 @@ def test_last_arrived_request_is_preempted_and_recomputed():
     driver.run()
 
 
-def test_preempted_requests_return_in_order_of_arrival():
+def test_preempted_requests_resume_in_order_of_arrival():
     driver = driver_of(
         *make_requests((2, 9), (1, 9), (1, 9)), lag=1, num_blocks=7, block_size=2, max_num_seqs=3
     )
@@ -209,7 +211,7 @@ def test_request_waits_for_blocks_of_a_finished_request_instead_of_preempting():
     driver.run()
 
 
-def test_preempted_request_returns_with_all_its_tokens():
+def test_preempted_request_recomputes_all_its_tokens():
     driver = driver_of(
         *make_requests((3, 3), (1, 6), (1, 1)), lag=1, num_blocks=5, block_size=2, max_num_seqs=2
     )

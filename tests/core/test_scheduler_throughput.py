@@ -80,7 +80,8 @@ def test_all_sequences_decode_in_each_step_with_the_latency_goal_or_priorities(
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),
-        # The pool has 10 blocks: 3 are used, the new prompts need 5, and 2 must stay free.
+        # The pool has 10 blocks. Running requests hold 3, the new prompts need 5, and 2 must stay
+        # free.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],

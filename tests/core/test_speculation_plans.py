@@ -140,7 +140,8 @@ def test_waiting_request_gets_blocks_that_were_reserved_for_drafts():
     read(scheduler, second, [1, REJECTED, REJECTED, REJECTED])
     scheduler.add(make_request("2", 12, max_tokens=2))
     plan = the(scheduler.schedule())
-    # Request 2 needs three blocks, and one must stay free for request 1. Block 4 was only reserved.
+    # Request 2 needs three blocks, and one more must stay free. Block 4 was reserved for drafts of
+    # request 1 and holds no tokens, so the scheduler frees it.
     assert shape(plan)[0] == (1, 10, 1, True)
     assert scheduler.running["1"].sequences[0].block_table == [1, 2, 3]
     assert not scheduler.waiting or queue_of(scheduler.block_manager)[0] == 4
@@ -251,7 +252,8 @@ def test_verification_continues_while_accepted_drafts_outweigh_its_cost():
     for _ in range(100):
         assert policy.choose_num_drafts(8) == 3
         verify(policy, 1)
-    # A verify step returns 2 tokens per row here, and costs more than 2 plain steps.
+    # For these batch sizes, a verify step costs more than 2 plain steps, but it returns only 2
+    # tokens per row.
     assert policy.choose_num_drafts(9) == 0
     assert policy.choose_num_drafts(65) == 0
     assert (policy.num_draft_tokens, policy.num_accepted_tokens) == (1200, 400)

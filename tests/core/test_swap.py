@@ -155,7 +155,7 @@ def test_swap_in_copies_a_partly_filled_block_even_if_full_blocks_are_cached():
     ]
 
 
-def test_swapped_out_request_gets_its_own_blocks_back_after_a_cache_reset():
+def test_swapped_out_request_is_swapped_in_without_cached_blocks_after_a_cache_reset():
     driver = swapped_out(digest="xxh3")
     (sequence,) = samples(driver, "2")
     driver.scheduler.reset_prefix_cache()
@@ -166,7 +166,8 @@ def test_swapped_out_request_gets_its_own_blocks_back_after_a_cache_reset():
     manager.register_full_blocks(other, 4)
     swap_space, request = driver.scheduler.swap_space, driver.requests["2"]
     swap_space.swap_in(request, swap_space.measure_fit(request).hits)
-    # Other weights may have computed the block that is cached now.
+    # The block in the prefix cache may have been computed with other weights, so request 2 does not
+    # use this block.
     assert manager.find_prefix(other, 4)
     assert sequence.block_table[0] != other.block_table[0]
     assert sequence.num_registered_blocks == REGISTRATION_ENDED
@@ -228,7 +229,7 @@ def test_swap_in_leaves_one_free_block_for_running_requests():
     scheduler, request = driver.scheduler, driver.requests["2"]
     scheduler.abort("1")
     taken = scheduler.block_manager.pool.allocate(3)
-    # Two blocks suffice for the swap entry, but one more must stay free.
+    # The swap-in needs two blocks. If another request runs, a third block must stay free.
     assert num_free(driver) == 2
     running = RequestQueue()
     running.add(make_request("3", 1))
@@ -271,7 +272,8 @@ def test_swap_in_of_a_shared_partly_filled_block_needs_one_more_block():
     limits = {"num_blocks": 6, "max_num_seqs": 6, "max_num_batched_tokens": 8}
     driver = driver_of(first, second, pressure=SWAP, **limits)
     driver.step()
-    plan = the(driver.step())  # the copies of request 1 take the blocks that request 2 needs
+    # Copies on write of request 1 take the blocks that request 2 needs.
+    plan = the(driver.step())
     assert (plan.preempted_request_ids, len(plan.block_copies)) == (("2",), 3)
     assert [s.host_block_table for s in samples(driver, "2")] == [[0], [0]]
     assert driver.requests["1"].is_finished

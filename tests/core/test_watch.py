@@ -203,8 +203,8 @@ def test_pool_watch_reports_swap_entries():
 
 
 class WatchedMachine(SchedulerMachine):
-    """Run random requests. Update one replica after each step, and another replica after every
-    third step."""
+    """Run random requests, and keep two copies (`Replica`) of the pool's state. Update one copy
+    after each step, and the other copy after every third step."""
 
     replicas: tuple[Replica, ...] = ()
     num_steps = 0

@@ -34,8 +34,9 @@ class LazyProgram:
 class LazyBuilder(ProgramBuilder):
     """A `ProgramBuilder` whose programs are compiled by the thread that first calls them.
 
-    No program refers to the builder, because the reference cycle would never be freed: starting an
-    engine freezes its objects for the garbage collector.
+    No program refers to the builder. Otherwise builder and programs would form a reference cycle,
+    which the garbage collector never frees: it ignores all objects that the start of an engine
+    creates.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -58,7 +59,7 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """While the context is active, engines that start compile each program at its first call."""
+    """Let an engine that starts in the context compile each program when it is first called."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
         patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would compile every program

@@ -18,8 +18,8 @@ Logits = Callable[[list[int]], np.ndarray]
 
 
 def random_model(family: str, *, seed: int = 0, std: float | None = None, **values: Any) -> Any:
-    """Return a random `transformers` model. Its logits differ so much that rounding does not change
-    which token is greedy.
+    """Return a random `transformers` model. Its logits are so far apart that rounding does not
+    change which token has the largest logit.
 
     Args:
         family: The `model_type` of the config.

@@ -198,7 +198,7 @@ def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_generate_runs_larger_multi_step_decodes_than_step(
+def test_generate_decodes_more_sequences_in_one_multi_step_decode_than_step(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
     """`step` must end soon, because a new request may arrive before the next call. `generate` may

@@ -51,7 +51,7 @@ def test_generate_answers_a_text_prompt_with_text(engine: Engine):
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
 
 
-def test_every_type_of_prompt_gives_the_same_answer_in_order(engine: Engine):
+def test_prompts_of_every_type_are_answered_in_the_order_of_the_prompts(engine: Engine):
     ids = tokenizer(engine).encode(QUESTION)
     prompts = [QUESTION, ids, {"prompt": QUESTION}, {"prompt_token_ids": ids}, "Reverse stone"]
     outputs = engine.generate(prompts, GREEDY)

@@ -18,8 +18,8 @@ from tests.covering import covering
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
-    """Return a wrapper of `target`. The first `after` calls for the request `VICTIM` succeed, and
-    later calls for it raise an error."""
+    """Return a wrapper of `target`. The first `after` calls for the request `VICTIM` succeed. Later
+    calls for this request raise an error."""
     calls = 0
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,7 @@ def test_block_sharing_and_preemption_change_no_token_of_an_fp8_cache(
         pytest.param("float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
-def test_kv_cache_with_fewer_bytes_has_proportionally_more_blocks(
+def test_kv_cache_dtype_with_fewer_bytes_gives_proportionally_more_blocks(
     engines: Engines, folder_of_8_heads: Path, dtype: str, kv_cache_dtype: str, ratio: int
 ):
     size = 2**18

@@ -42,7 +42,7 @@ class RecordingStep(DenseStep):
 
 
 class MixedStep(DenseStep):
-    """Attention with other keys and values for some tokens."""
+    """Attention that uses stored keys and values for the tokens that `is_stored` marks."""
 
     def __init__(self, stored: dict[int, Any], is_stored: jax.Array):
         super().__init__()
@@ -58,7 +58,8 @@ class MixedStep(DenseStep):
 
 @jax.jit
 def mixed_logits(tokens: jax.Array, num_old: jax.Array) -> jax.Array:
-    """Return the logits of the new weights, with old keys and values of the first tokens."""
+    """Return the logits that the new weights compute for `tokens`, if the old weights have computed
+    the keys and values of the first `num_old` tokens."""
     positions = jnp.arange(len(tokens))
     step = RecordingStep()
     TINY.forward(tiny_params(), tokens, positions, step)
@@ -67,9 +68,9 @@ def mixed_logits(tokens: jax.Array, num_old: jax.Array) -> jax.Array:
 
 
 def continued(prompt: list[int], output: list[int]) -> list[int]:
-    """Return `output` and the most probable tokens after it.
+    """Continue `output` greedily with the new weights, and return `output` with the new tokens.
 
-    The old weights have computed the keys and values of all tokens but the last of `output`.
+    The old weights have computed the keys and values of all tokens except the last of `output`.
     """
     tokens, num_old = [*prompt, *output], len(prompt) + len(output) - 1
     with user_settings():
@@ -80,16 +81,17 @@ def continued(prompt: list[int], output: list[int]) -> list[int]:
 
 
 def pause_after(engine: Engine, num_steps: int, **options: Any) -> dict[str, list[int]]:
-    """Take steps and pause. Return the tokens of each request that has some."""
+    """Run `num_steps` steps, then pause the engine. Return the output tokens by request, without
+    the requests that have no output yet."""
     outputs = [output for _ in range(num_steps) for output in engine.step()]
     engine.pause(**options)
-    outputs += engine.step()  # those of the steps that were in flight
+    outputs += engine.step()  # the outputs of steps that were in flight
     assert engine.step() == []
     return {it.request_id: list(it.outputs[0].token_ids) for it in outputs if it.outputs}
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_kept_request_continues_with_old_keys_and_new_weights(loop: str):
+def test_kept_request_continues_with_keys_of_the_old_weights_and_new_weights(loop: str):
     engine = make_engine(**LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     old = pause_after(engine, 4)["kept"]
@@ -100,7 +102,8 @@ def test_kept_request_continues_with_old_keys_and_new_weights(loop: str):
     outputs = {name: it.outputs[0] for name, it in run(engine).items()}
     assert outputs["kept"].token_ids == continued(PROMPTS[0], old)
     assert outputs["kept"].weight_versions == ((0, 0), (5, len(old)))
-    # Both prompts begin with the same blocks, but those of the kept request have old keys.
+    # Both prompts begin with the same tokens. The new request must not use the blocks of the kept
+    # request, because the old weights have computed their keys.
     assert outputs["new"].token_ids == greedy_tokens(TINY, NEW, PROMPTS[1])
     assert outputs["new"].weight_versions == ((5, 0),)
     assert engine.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == greedy_tokens(
@@ -143,7 +146,8 @@ def test_swapped_request_keeps_its_blocks():
         old |= {it.request_id: list(it.outputs[0].token_ids) for it in engine.step()}
     old |= pause_after(engine, 0)
     engine.update_weights(NEW)
-    # This request leaves new blocks with the tokens of the swapped ones in the prefix cache.
+    # The request "new" has the same prompt as the swapped requests. When it ends, its blocks stay
+    # in the prefix cache.
     engine.add_request(PROMPTS[0], GREEDY, request_id="new", priority=-1)
     engine.resume()
     outputs = {name: it.outputs[0].token_ids for name, it in run(engine).items()}
@@ -198,7 +202,7 @@ def test_pause_finishes_or_aborts_requests():
     engine.check_integrity()
 
 
-def test_pinned_blocks_are_not_shared_by_later_weights():
+def test_blocks_pinned_before_a_weight_update_are_not_used_after_it():
     engine = make_engine()
     pin = engine.pin_prefix(PREFIX)
     engine.update_weights(NEW)
@@ -219,7 +223,7 @@ def test_pinned_blocks_are_not_shared_by_later_weights():
 
 
 @pytest.mark.full
-def test_every_output_names_the_versions_of_its_tokens():
+def test_every_output_names_the_weight_versions_of_its_tokens():
     engine = make_engine(num_scheduler_steps=3)
     beams = SamplingParams(beam_width=2, n=2, max_tokens=20, ignore_eos=True)
     samples = SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=1)
@@ -227,7 +231,8 @@ def test_every_output_names_the_versions_of_its_tokens():
     engine.add_request(PROMPTS[1], samples, request_id="samples")
     num_tokens = len(pause_after(engine, 3)["samples"])
     engine.update_weights(NEW)
-    engine.update_weights(tiny_params(), version=9)  # no token has version 1
+    # This update follows before any token is computed with version 1.
+    engine.update_weights(tiny_params(), version=9)
     engine.resume()
     outputs = run(engine)
     assert {it.weight_versions for it in outputs["samples"].outputs} == {((0, 0), (9, num_tokens))}
@@ -238,7 +243,7 @@ def test_every_output_names_the_versions_of_its_tokens():
 
 
 @pytest.mark.full
-def test_deltas_name_the_versions_of_their_tokens():
+def test_deltas_name_the_weight_versions_of_their_tokens():
     engine = make_engine()
     engine.add_request(PROMPTS[0], SHORT)
     versions, count = [], 0
@@ -290,12 +295,12 @@ def test_error_while_weights_are_written_ends_the_engine(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_requests_survive_the_donation_of_their_weights(loop: str):
+def test_requests_continue_after_their_weights_were_donated_and_updated(loop: str):
     params = jax.tree.map(jnp.copy, tiny_params())
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     outputs = [output for _ in range(4) for output in engine.step()]
-    params["out"].delete()  # as a function that donates the array does
+    params["out"].delete()  # simulates a function that donates the array
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):
@@ -358,7 +363,7 @@ def test_sleeping_requests_are_computed_again():
 
 @pytest.mark.full
 @pytest.mark.parametrize("wakes_first", [True, False])
-def test_second_level_drops_the_arrays_of_the_caller(wakes_first: bool):
+def test_sleep_level_2_releases_the_weights_of_the_caller(wakes_first: bool):
     params = jax.tree.map(jnp.copy, tiny_params())
     engine, embed = make_engine(params=params), ref(params["embed"])
     engine.sleep()
@@ -377,7 +382,7 @@ def test_second_level_drops_the_arrays_of_the_caller(wakes_first: bool):
     assert output.token_ids == greedy_tokens(TINY, NEW, PROMPTS[0])
 
 
-def test_pinned_prefix_and_wrong_level_refuse_sleep():
+def test_sleep_is_refused_with_a_pinned_prefix_or_an_invalid_level():
     engine = make_engine()
     with pytest.raises(ValueError, match="level=3 is out of range: it must be 1 or 2"):
         engine.sleep(3)  # pyright: ignore[reportArgumentType]

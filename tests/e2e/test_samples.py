@@ -15,7 +15,7 @@ from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
 STORY = list(range(20, 120))  # 100 tokens: six full blocks and a partial block
-# Tokens differ only at a high temperature, because one token is far more likely than the others.
+# At a low temperature all samples would be equal, because one token is far more likely than others.
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 
 
@@ -214,7 +214,8 @@ def test_samples_compute_their_prompt_once_and_share_its_blocks(engines: Engines
     with engine.record_steps(count):
         engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
     after = engine.stats()
-    assert sum(computed) == len(STORY) - 1 + 4  # each sample computes the last token
+    # Each of the four samples computes the last token of the prompt itself.
+    assert sum(computed) == len(STORY) - 1 + 4
     # Each sample writes tokens 97 to 119, in two blocks that no other sample uses.
     assert max(used) == 6 + 4 * 2
     # Three samples copy the partial seventh block before they write. The last sample writes to the

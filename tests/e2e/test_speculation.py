@@ -62,8 +62,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def is_in_default_tier(feature: str, loop: str, num_drafts: int) -> bool:
-    """Choose the default tier: all features but "greedy" use one engine, so that they share its
-    compiled programs. "greedy" uses another engine."""
+    """Return whether the default tier runs this test.
+
+    The default tier tests the feature "greedy" with one engine, and all other features with a
+    second engine, so that few programs are compiled.
+    """
     engine = ("synchronous", 7) if feature == "greedy" else ("overlapped", 3)
     return (loop, num_drafts) == engine
 

@@ -226,7 +226,7 @@ def test_each_logprobs_mode_gives_the_values_of_one_device(
                 assert entry.kept_mass == pytest.approx(other.kept_mass, abs=1e-5)
 
 
-def test_tensor_parallel_devices_share_prefixes(engines: Engines, shallow_folder: Path):
+def test_prefix_caching_works_on_tensor_parallel_devices(engines: Engines, shallow_folder: Path):
     both = on_devices(engines, 2, shallow_folder)
     prompt = "Count from 1 to 20. " * 6 + QUESTION
     first, again = (both.generate([prompt], GREEDY_12) for _ in range(2))

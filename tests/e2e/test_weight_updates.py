@@ -54,7 +54,8 @@ def test_engine_with_updated_weights_gives_the_same_answers_as_a_new_engine(
     engine.update_weights(tensors[1], version=7)
     assert engine.weights_version == 7
     after = answers(engine)
-    assert engine.stats().num_cached_tokens == num_cached  # no prefix of the old weights
+    # No request used a cached prefix that the old weights had computed.
+    assert engine.stats().num_cached_tokens == num_cached
     assert after == answers(new_engine(folders[1], **OPTIONS, **options)) != before
     engine.sleep(level=2)
     engine.update_weights(tensors[0])

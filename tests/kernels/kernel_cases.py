@@ -37,10 +37,10 @@ def lower(function, *arguments, device=H200):
 
 
 def on_backends(*axes, **options):
-    """Return test parameters: combinations of the values in `axes`, followed by a backend.
+    """Return test parameters: combinations of the values in `axes`, each followed by a backend.
 
-    For backends that run without a GPU, `covering`, which gets `options`, chooses the combinations
-    of the default tier. On a GPU every combination runs.
+    `covering` chooses which combinations the default tier runs on backends that need no GPU. The
+    function passes `options` to `covering`. On a GPU every combination runs.
     """
     without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
     return without_gpu + covering(*axes, [TRITON_ON_GPU], strength=1)
@@ -49,8 +49,9 @@ def on_backends(*axes, **options):
 def with_dtypes(cases, dtypes, num_by_xla=None):
     """Return every combination of a case, a dtype and a backend as test parameters.
 
-    The default tier tests each case on each backend with one dtype, in turn. If `num_by_xla` is
-    given, the default tier runs only the first `num_by_xla` cases with XLA.
+    In the default tier, each case runs with one dtype per backend. The first case has the first
+    dtype, the second case has the second dtype, and so on. If `num_by_xla` is given, the default
+    tier runs only the first `num_by_xla` cases with XLA.
     """
 
     def is_default(case, dtype, backend):
@@ -141,7 +142,7 @@ def edge_lens(block_size):
 
 
 def build(case, seed=0):
-    """Return a random batch. All slots without a token, also in the null block, contain NaN."""
+    """Return a random batch. All slots of the pool that hold no token of a sequence contain NaN."""
     rng = np.random.default_rng(seed)
     seq_lens = np.array([total for total, _ in case.lens], np.int32)
     query_lens = np.array([new for _, new in case.lens], np.int32)
@@ -187,10 +188,10 @@ def _block_tables(rng, seq_lens, block_size):
 
 
 def assert_close(got, reference, dtype):
-    """Check that `got` is near the result of `reference`, a function of a dtype, in float64.
+    """Check that `got` is near `reference(float64)`. `reference` computes the result in any dtype.
 
-    The maximum error is twice the error of `reference` in `dtype`, plus the rounding error of sums
-    in another order.
+    The maximum error is twice the error of `reference(dtype)`. To this is added the rounding error
+    of sums in another order.
     """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)

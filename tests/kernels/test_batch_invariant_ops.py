@@ -84,7 +84,7 @@ def test_bits_of_a_gemm_row_do_not_depend_on_other_rows(backend, depth, width, k
     "backend", [pytest.param(Backend.XLA, marks=pytest.mark.full), TRITON_ON_GPU]
 )
 def test_bits_of_expert_outputs_do_not_depend_on_other_tokens(backend):
-    """The numbers of tokens are such that the tiles have 8 to 128 rows."""
+    """The test uses several numbers of tokens, so that the tiles have 8 to 128 rows."""
     rng, num_experts, width, inner = np.random.default_rng(3), 6, 256, 192
     x = jnp.asarray(rng.standard_normal((MOST_ROWS, width)), BF16)
     logits = jnp.asarray(rng.standard_normal((MOST_ROWS, num_experts)), F32)
@@ -116,7 +116,10 @@ def test_bits_of_expert_outputs_do_not_depend_on_other_tokens(backend):
     ],
 )
 def test_bits_of_attention_do_not_depend_on_other_rows(backend, num_heads, num_kv_heads):
-    """Compare attention of whole prompts with that of chunks, and of 1 to 8 tokens of 40 rows."""
+    """Compute whole prompts in one batch, then the same tokens in other batches, and compare bits.
+
+    The other batches have chunks of at most 48 tokens, or 40 chunks of 1, 3 or 8 tokens.
+    """
     rng, block_size, head_size = np.random.default_rng(1), 16, 128
     seq_lens = np.array([1, 5, 127, 129, 300])
     num_blocks = -(-seq_lens // block_size)
@@ -167,8 +170,9 @@ def test_map_row_tiles_returns_every_row_once(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 24])
-def test_addition_after_map_row_tiles_has_equal_bits_for_few_and_many_rows(num_rows):
-    """XLA must not fuse the addition with the loop over tiles, also if there is only one tile."""
+def test_sum_with_the_result_of_map_row_tiles_has_equal_bits_for_few_and_many_rows(num_rows):
+    """XLA must not fuse the addition with `map_row_tiles`, which loops over tiles of rows. With
+    only one tile, XLA could remove the loop."""
     rng = np.random.default_rng(2)
     x, hidden, weight = (
         jnp.asarray(rng.standard_normal(s), F32) for s in ((40, 48), (40, 48), (48,))
@@ -178,7 +182,7 @@ def test_addition_after_map_row_tiles_has_equal_bits_for_few_and_many_rows(num_r
     def add(hidden, x):
         return hidden + map_row_tiles(partial(rms_norm, weight=weight, eps=1e-6), x)
 
-    # The other tests run with fewer optimizations, so XLA fuses less. Their setup sets the option.
+    # The setup of the tests sets this option, with which XLA fuses less. Users do not set it.
     jax.config.update("jax_disable_most_optimizations", False)
     few, whole = add(hidden[:num_rows], x[:num_rows]), add(hidden, x)
     np.testing.assert_array_equal(_bits(few), _bits(whole[:num_rows]))

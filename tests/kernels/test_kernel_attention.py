@@ -40,7 +40,8 @@ from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
-# All dtypes, numbers of query heads per KV head, windows and soft caps, but not all combinations.
+# Each dtype, each number of query heads per KV head, and cases with a window, with a soft cap, with
+# both and with neither. Not all combinations are tested.
 CASES = [
     Case(F32, 32, 8, HEADS["mha"]),
     Case(BF16, 64, 16, HEADS["gqa"]),
@@ -99,8 +100,8 @@ GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
     for h, head_size in enumerate((2, 8, 16, 20, 24, 40, 72, 200))
 ]
-# For each case of the default tier, the ops to test: in interpret mode, then with XLA. Interpret
-# mode has more cases, because the kernels have tiles, padded columns and masks, and XLA has not.
+# Maps each case of the default tier to (ops to test in interpret mode, ops to test with XLA). More
+# cases run in interpret mode, because only the kernels have tiles, padded columns and masks.
 DEFAULT_OPS = {
     "float16-H80-S32-4x1-cap2": ("decode, rope decode, prefill", "decode, rope decode, prefill"),
     "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", ""),
@@ -378,8 +379,8 @@ def test_decode_with_any_number_of_splits_matches_reference(
 ):
     """The cases have more splits than key tiles, splits of different sizes, and empty splits.
 
-    If the percentage is None, the programs are shared among the sequences by length. Otherwise a
-    split has that percentage of the mean length.
+    If the percentage is None, longer sequences get more programs. Otherwise a split has that
+    percentage of the mean sequence length.
     """
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
     programs, percent = programs_and_percent
@@ -391,7 +392,7 @@ def test_decode_with_any_number_of_splits_matches_reference(
     ("splits", "window"),
     covering([1, 2, 3, 16], [None, 40], strength=0, keep=lambda *it: it == (3, 40)),
 )
-def test_splitting_the_keys_of_a_sequence_changes_no_other_sequence(splits, window, interpret):
+def test_nan_in_one_sequence_with_split_keys_changes_no_other_sequence(splits, window, interpret):
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
     options = {"config": DecodeConfig(32, splits), "interpret": interpret}
     _check_split_decode(case, **options)
@@ -528,7 +529,8 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
 ):
     """The last split of a sequence contains the new token, and sometimes only the new token.
 
-    On a GPU the op runs twice: the second run fails unless the first has reset the counters.
+    On a GPU the op runs twice. The kernel counts finished splits in device memory, and the second
+    run gives a wrong result unless the first run has reset these counts to 0.
     """
     window, heads = window_and_heads
     programs, percent = programs_and_percent
@@ -551,7 +553,7 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
         _assert_new_tokens(got, arrays, norms, case)
         np.testing.assert_array_equal(ruined[1:], got[0][1:])
         return
-    # XLA creates one array of counters for both launches.
+    # Both launches use the same array of counts, because XLA merges equal constants.
     first, second = jax.jit(lambda: (run(*arrays), run(*arrays)))()
     _assert_new_tokens(first, arrays, norms, case)
     np.testing.assert_array_equal(first[0], second[0])
@@ -628,8 +630,8 @@ FP8_HOPPER_CASES = [
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
 def test_query_heads_per_tile_leave_few_matrix_rows_idle(group):
-    """With 8,192 tokens, at most 7% of the matrix rows are idle. Smaller steps may leave more rows
-    idle, because they need fewer tiles then."""
+    """In a step of 8,192 tokens, at most 7% of the matrix rows are idle. In smaller steps more rows
+    may be idle, because that reduces the number of tiles."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         # The number of query heads per tile must divide the 128 rows of a tile.

@@ -70,7 +70,10 @@ CASES = [
 
 
 def is_default(case, dtype, backend):
-    """Return whether a test is in the default tier: each case on XLA, and two in interpret mode."""
+    """Return whether a test is in the default tier.
+
+    The default tier tests each case with XLA, and two of the cases in interpret mode too.
+    """
     index = CASES.index(case)
     return (dtype == BF16) == (index == 1) and (backend is Backend.XLA or index in (1, 2))
 

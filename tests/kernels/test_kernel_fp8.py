@@ -292,7 +292,7 @@ def interpreted(monkeypatch):
 
 
 def _is_default(case, grouped, gated):
-    """Return whether the default tier tests this combination: one per case."""
+    """Return whether the default tier tests this combination. It tests one combination per case."""
     index = FEW.index(case)
     return grouped == (index >= 4 or index % 2 == 0) and gated == (index in (1, 3, 5, 7))
 
@@ -333,8 +333,8 @@ def _check_few_rows(rows, depth, config, grouped, gated):
     _assert_gemm(got.astype(F32).sum(0), _gated(exact) if gated else exact, F32, BF16)
 
 
-# In some cases, programs have no tile, and in some several tiles. A tile takes more or fewer steps
-# than the pipeline has stages.
+# In some cases, a program has no tile. In others, it has several. A tile takes more steps than the
+# pipeline has stages, or fewer.
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("rows_depth_and_config", "grouped", "gated"),

@@ -46,8 +46,11 @@ def layer(sizes, dtype, seed=0):
 
 
 def two_layers(attention_output, hidden, weights, num_rows, backend):
-    """Run the fused op for two layers in sequence, with the same exchange memory. Return the
-    results of both layers."""
+    """Run the fused op for two layers in sequence, and return the results of both layers.
+
+    The programs of a kernel pass partial sums to each other through the array `exchange`. The
+    second call gets the array that the first call returns.
+    """
     exchange = new_exchange_memory(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
     run = partial(fused_layer, eps=EPS, backend=backend)
@@ -101,7 +104,7 @@ def test_fused_layer_rows_are_independent(backend):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_unsupported_dtypes_are_not_fused(dtype):
+def test_layers_of_unsupported_dtypes_run_as_separate_ops(dtype):
     attention_output, hidden, weights = layer(SMALL, dtype)
     assert new_exchange_memory(weights, num_tokens=ROWS, backend=Backend.XLA) is None
     got = two_layers(attention_output, hidden, weights, jnp.int32(ROWS), Backend.XLA)
@@ -113,8 +116,8 @@ def test_unsupported_dtypes_are_not_fused(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_fused_layer_work_is_split_over_all_programs(sizes, num_programs):
-    """Exactly one program computes each work unit of a GEMM, and each split-K partial has a place
-    in the exchange memory."""
+    """Exactly one program computes each work unit of a GEMM. The array through which programs
+    exchange split-K partials has a place for each partial."""
     plan = hopper.LayerPlan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.num_words == ends[-1]
@@ -210,7 +213,7 @@ def test_fused_layer_errors_name_the_wrong_argument():
             layer_op.check_fused_layer(*given)
 
 
-def test_fused_layer_refuses_exchange_memory_of_a_wrong_size():
+def test_fused_layer_refuses_an_exchange_array_of_a_wrong_size():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")

@@ -150,7 +150,7 @@ def test_float8_prompts_too_large_to_convert_use_the_triton_kernel():
         assert sorted(_kernels(run, *arguments)) == ["mosaic_gpu"] + num_triton * ["triton"]
 
 
-def test_scales_are_kernel_inputs_so_that_layers_share_a_program():
+def test_fp8_scales_are_kernel_inputs_so_that_layers_share_a_compiled_kernel():
     kv = _pool(F8, P, S, K, 64)
     scales, q = KVScales(_floats(F32, 1), _floats(F32, 1)), _floats(BF16, B, N, 64)
 
@@ -282,8 +282,9 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
         return expert_down_gemm(rows, down, routing, **options)
 
     text = lower(run, *arguments, device=device)
-    # Small kernels choose experts, list tiles and sum rows. Before a Triton GEMM, one gathers rows.
-    # If there are few pairs, one sorts them, and XLA does no work between the kernels.
+    # Three small kernels choose experts, list tiles and sum rows. If the GEMMs are Triton kernels,
+    # a fourth small kernel gathers the rows of the first GEMM. If there are few pairs (token,
+    # choice), one more kernel sorts the pairs, and XLA does no work between the kernels.
     few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
     num_small = (3 if gemm == "mosaic_gpu" else 4) + few_pairs
     assert (re.search(r"stablehlo\.(sort|scatter|add|select|compare)", text) is None) == few_pairs

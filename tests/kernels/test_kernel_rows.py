@@ -256,8 +256,9 @@ def test_float32_partials_are_summed_and_rounded_before_use(backend):
         np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
 
 
-# (rows, depth, width) of GEMMs. The Hopper kernel supports all but the last two, with one or two
-# tiles of rows. In some GEMMs, a program has 128 columns and more steps than pipeline stages.
+# (rows, depth, width) of GEMMs. The Hopper kernel supports all except the last two. The rows take
+# one or two tiles. In some GEMMs, a program computes 128 columns, or takes more steps than its
+# pipeline has stages.
 GEMMS = [(24, 192, 128), (8, 1024, 64), (64, 2048, 256), (96, 1024, 192), (192, 320, 64)]
 GEMMS += [(256, 1024, 1024), (256, 576, 4352), (40, 100, 24), (300, 512, 8)]
 

@@ -31,8 +31,9 @@ from pallas_kernels.scores.adjustments import (
 from tests.reference import kernels as reference
 
 B, R = 4, 6
-# Sizes of the vocabulary: less than a block of 128 tokens, more than a block, more than a chunk of
-# 4,096 tokens, and two whole chunks.
+# Sizes of the vocabulary. The kernel divides the vocabulary into chunks of 4,096 tokens, and chunks
+# into blocks of 128 tokens. The sizes are: less than a block, more than a block, more than a chunk,
+# and two whole chunks.
 WIDTHS = [5, 130, 4099, 8192]
 _scores = jax.jit(token_scores, static_argnames=("count", "backend"))
 _greedy = jax.jit(greedy_scores, static_argnames=("count", "backend"))
@@ -136,7 +137,7 @@ def test_scored_rows_do_not_depend_on_other_rows(backend):
         np.testing.assert_array_equal(part[wanted], whole[wanted])
 
 
-def test_count_zero_returns_only_the_chosen_token():
+def test_scores_with_count_zero_contain_only_the_chosen_token():
     packed = _run_scores(_logits(40), [1] * B, 0, Backend.XLA)
     assert packed.shape == (B, NUM_TOKEN_COLUMNS)
     with pytest.raises(ValueError, match="count=-1 is negative"):
@@ -191,7 +192,7 @@ def test_greedy_token_has_the_highest_adjusted_logit(width, row_flags, backend):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)
 
 
-def test_row_without_adjustments_reads_no_state(backend):
+def test_row_without_logit_adjustments_does_not_read_the_adjustment_state(backend):
     logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, HAS_BIASES])
     poisoned = adjustments._replace(biases=jnp.full((R, 4099), jnp.nan))
     options = {"count": 20, "backend": backend}

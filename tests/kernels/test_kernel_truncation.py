@@ -131,7 +131,7 @@ def test_top_p_applies_after_top_k_and_min_p(backend):
 
 
 @pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
-def test_truncation_keeps_all_tokens_with_equal_logits(one, backend):
+def test_truncation_keeps_all_tokens_if_all_logits_are_equal(one, backend):
     assert _kept(np.full((1, V), -7.5), [one], backend).all()
 
 

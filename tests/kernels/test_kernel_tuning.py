@@ -66,7 +66,7 @@ def test_head_size_is_padded_to_a_power_of_two_of_at_least_16():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_norm_threads_load_16_bytes_each(itemsize):
+def test_each_thread_of_the_norm_kernel_loads_16_bytes(itemsize):
     for size in (24, 64, 1000, 1024, 4096, 5120, 16384):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
@@ -91,8 +91,8 @@ def test_gated_silu_after_a_small_gemm_uses_xla():
     assert [has_kernel(*size) for size in sizes] == [False, True, False, True, True, True]
 
 
-# Maps a number of rows to the numbers of splits of the qkv, o, gate-up and down GEMMs, first of
-# Qwen3-0.6B, then of Llama-3.1-8B.
+# Maps a number of rows to two lists, for Qwen3-0.6B and for Llama-3.1-8B. A list has the number of
+# splits of four GEMMs: qkv projection, output projection, gate and up, and down.
 MEASURED_SPLITS = {
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
@@ -165,14 +165,14 @@ def test_hopper_gemm_reads_a_large_weight_once():
 
 
 def test_hopper_gemm_prefetch_is_limited_for_large_weights():
-    # The first GEMM has 128 programs, and the third has 112.
+    # The GEMM with width 4096 has 128 programs, and the GEMM with width 14336 has 112.
     for rows in (8, 64, 128):
         assert _few_rows(rows, 14336, 4096).num_stages == 8
     # This GEMM has 96 programs, so a quarter of the SMs is idle.
     assert _few_rows(8, 4096, 6144).num_stages == 10
     for rows in (8, 64, 128):
         assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4
-    # The weight is shared by two tiles of rows.
+    # Two tiles of rows read each column of the weight.
     assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6
 
 
@@ -216,7 +216,8 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
     assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    # The gate weight and the up weight are too large together.
+    # For more than 128 rows, weights with over 2**23 numbers use XLA's GEMM. The gate weight and
+    # the up weight have 2**24 numbers together.
     assert _few_rows(192, 2048, 4096, num_factors=2) is None
 
 

@@ -163,7 +163,7 @@ def test_model_with_fp8_experts_gives_nearly_the_logits_of_the_dequantized_model
 @pytest.mark.full
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_two_devices_split_the_same_fp8_experts(tmp_path, kind, by_expert):
+def test_fp8_experts_split_over_two_devices_equal_those_on_one_device(tmp_path, kind, by_expert):
     made.write_checkpoint(tmp_path, kind)
     config = replace(read(tmp_path, kind), enable_expert_parallel=by_expert)
     mesh = make_mesh(jax.devices(), 2)

@@ -25,8 +25,10 @@ def parse_chunks(pieces: Iterable[str], **options: Any) -> ParsedParts:
 
 
 def join_events(events: list[ParserEvent]) -> ParsedParts:
-    """Join events to the parts of an answer, without call ids. Check that the events of calls are
-    in order."""
+    """Merge the events of an answer into parts (content, reasoning, calls), and return the parts.
+
+    The returned calls contain no ids. The function checks that the events of calls are in order.
+    """
     parts: ParsedParts = []
     open_call, num_calls, ids = None, 0, set[str]()
     for event in events:

@@ -45,7 +45,7 @@ def test_multi_step_decode_programs_have_few_batch_sizes_and_limited_rows(
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_multi_step_decode_of_large_batches_needs_throughput_goal_and_little_padding():
+def test_large_batches_use_multi_step_decode_only_for_throughput_and_with_little_padding():
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:

@@ -56,8 +56,8 @@ _PARAMS = [
 
 
 def _params_at(level):
-    """Return `_PARAMS`, but replace parameters that the sampler variant `level` does not support by
-    greedy sampling."""
+    """Return `_PARAMS`, with greedy sampling in place of each item that the sampler variant `level`
+    does not support."""
     return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
 
 

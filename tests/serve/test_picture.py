@@ -62,7 +62,8 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     start = time.thread_time()
     size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
-    assert size < 2_800_000  # this allows 28 bytes for the four numbers of a block
+    # The snapshot has four numbers for each block. They may take 28 bytes together.
+    assert size < 2_800_000
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
     assert len(msgspec.json.encode(one)) < 4_000
@@ -255,7 +256,7 @@ def test_pool_diffs_that_no_viewer_fetches_are_merged(engine: Engine):
     assert len(sampler.fetch().diffs) == MAX_DIFFS + 1
 
 
-def test_engine_continues_after_recording_a_pool_diff_fails(
+def test_engine_continues_if_recording_changes_of_the_pool_raises_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())

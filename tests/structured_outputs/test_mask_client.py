@@ -75,7 +75,7 @@ def step(
 
 @pytest.mark.parametrize("send_now", [True, False])
 def test_each_row_gets_the_mask_of_its_answer(process: MaskWorkerClient, send_now: bool):
-    """Each step has other answers in other rows."""
+    """From step to step, the answers change, and an answer moves to another row."""
     spec = StructuredOutputs(regex="(a[ab]|b[x])+")
     first, second, third = begin_answers(process, spec, 3)
     start, everything = mask_of(spec), [-1] * -(-VOCAB_SIZE // 32)
@@ -116,7 +116,7 @@ def test_skipped_rows_receive_no_token(process: MaskWorkerClient):
     assert masks.tolist() == [mask_of(WORDS), mask_of(WORDS, B)]
 
 
-def test_step_skips_late_answers_when_it_stops_waiting(process: MaskWorkerClient):
+def test_step_skips_answers_whose_masks_are_late(process: MaskWorkerClient):
     (quick,) = begin_answers(process)
     pid = process.pid
     assert pid is not None

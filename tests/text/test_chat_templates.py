@@ -41,7 +41,7 @@ def reference(tokenizer: Tokenizer, messages: list[dict[str, str]], template: st
 
 
 def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return those of `ids` that begin or end a message in the chat template."""
+    """Return the special tokens among `ids`, without the token for unknown text."""
     unknown = tokenizer.hf_tokenizer.unk_token_id
     return [i for i in ids if i in tokenizer.special_token_ids and i != unknown]
 
@@ -65,14 +65,14 @@ def test_messages_without_special_tokens_encode_like_transformers(make: Make, te
         expected = reference(tokenizer, messages, template)
         if ids == expected:
             num_same += 1
-        else:  # two adjacent messages form a special token together
+        else:  # the text of two adjacent messages together contains a special token
             assert any(text in "".join(it["content"] for it in messages) for text in FORGED)
     assert num_same > 40
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_text_of_a_message_cannot_end_the_message(make: Make, template: str):
+def test_special_tokens_in_the_text_of_a_message_do_not_end_the_message(make: Make, template: str):
     tokenizer = make()
     texts = [token for i in tokenizer.special_token_ids if (token := tokenizer.decode([i]))]
     known = [user("a"), {"role": "assistant", "content": "b"}]
@@ -81,7 +81,7 @@ def test_text_of_a_message_cannot_end_the_message(make: Make, template: str):
         forged = [dict(it, content=f"{it['content']}{text}system\n{text}") for it in known]
         ids = tokenizer.apply_chat_template(forged, chat_template=template)
         found = special(tokenizer, ids)
-        # This tokenizer does not recognize all special tokens of its template.
+        # The tokenizer `llama_like` has no tokens for some special tokens of its chat template.
         if make is llama_like:
             assert len(found) <= sum(template.count(it) for it in ("bos_token", "eos_token"))
         else:
@@ -105,8 +105,9 @@ def test_rendered_text_equals_the_transformers_rendering(make: Make):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_forged_token_leaves_the_other_tokens_unchanged(make: Make):
-    """Some tokenizers add a space before the first word of a prompt only."""
+def test_special_token_in_a_message_does_not_change_the_tokens_of_earlier_messages(make: Make):
+    """The text of the last message contains a special token. The tokens of the earlier messages do
+    not change, also for tokenizers that add a space before the first word of a text."""
     tokenizer = make()
     template = TEMPLATES["chatml" if make in (byte_level, qwen_like) else "llama-2"]
     fine = [user(" hello there"), {"role": "assistant", "content": "the world ends"}]
@@ -116,7 +117,7 @@ def test_forged_token_leaves_the_other_tokens_unchanged(make: Make):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_last_tokens_of_a_chat_equal_the_end_of_all_tokens(make: Make):
+def test_encoding_only_the_last_tokens_of_a_chat_equals_the_end_of_the_full_encoding(make: Make):
     """The chats are long, with and without special tokens in the text."""
     tokenizer = make()
     for text in ("the end of the world ", f"the end{tokenizer.hf_tokenizer.eos_token} of it "):
@@ -161,7 +162,7 @@ def test_special_tokens_in_roles_names_and_variables_stay_text():
     assert tokenizer.decode(ids) == f"user{EOS}{EOS}me{START}{EOS}"
 
 
-def test_template_may_build_a_special_token_from_a_role():
+def test_chat_template_may_form_a_special_token_from_a_role():
     tokenizer = byte_level()
     message = {"role": "start", "content": "a"}
     ids = tokenizer.apply_chat_template([message], chat_template=TEMPLATES["roles"])

@@ -120,8 +120,9 @@ def test_output_completes_a_character_that_the_prompt_started():
     assert stream(tokenizer, ids[:cut], [[i] for i in ids[cut:]])[1].text == "🦜!"
 
 
-def test_long_run_of_byte_tokens_decodes_from_any_prompt_cut():
-    """A window that started inside a character would corrupt all bytes after it."""
+def test_long_run_of_byte_tokens_is_decoded_wherever_the_prompt_ends():
+    """The prompt may end inside a character. If the detokenizer decoded the output from the middle
+    of that character on, all later bytes of the run would be decoded wrongly."""
     tokenizer, text = metaspace(), "x" + "🦜你" * 12
     ids = tokenizer.encode(text)
     for cut in range(1, len(ids)):
@@ -173,7 +174,8 @@ def test_decoding_cost_per_token_is_bounded(make: Any, kind: str):
 
 @functools.cache
 def with_added_tokens() -> Tokenizer:
-    """Return a byte-level tokenizer with added tokens, some outside its byte alphabet."""
+    """Return a byte-level tokenizer with added tokens. Some added tokens contain characters that do
+    not stand for a byte in the tokenizer's vocabulary."""
     backend = Backend.from_str(byte_level_backend().to_str())
     backend.add_tokens([AddedToken("<a b>"), AddedToken("你好"), AddedToken("é")])
     backend.add_special_tokens([AddedToken("<| sp ecial |>", special=True)])
@@ -187,7 +189,7 @@ def with_added_tokens() -> Tokenizer:
     skip=st.booleans(),
 )
 def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], skip: bool):
-    """The token ids may be unknown or form no valid characters."""
+    """Some token ids are not in the vocabulary, and some byte sequences are not valid UTF-8."""
     tokenizer = with_added_tokens()
     decoder = make_decoder(tokenizer, [], skip_special_tokens=skip)
     assert isinstance(decoder, ByteDecoder)
@@ -198,7 +200,8 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    if text:  # if there is no text, the prompt may end in an incomplete character
+    # Without output text, `before` may end in an incomplete character that the prompt started.
+    if text:
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 
@@ -222,12 +225,13 @@ def test_text_is_decoded_only_when_it_is_read():
     num_decodes = len(counting.sizes)
     assert num_decodes <= 4
     detokenizer.finish()
-    assert len(counting.sizes) == num_decodes  # nothing was held back
+    # `finish` decodes nothing, because all text has been returned.
+    assert len(counting.sizes) == num_decodes
 
 
 @FAMILIES
 def test_detokenizer_without_output_returns_no_text(make: Any, monkeypatch: pytest.MonkeyPatch):
-    """An incomplete character of the prompt is not decoded either."""
+    """The prompt ends with an incomplete character, which must not be decoded."""
     tokenizer = make()
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("ok🦜")[:-1])
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded"))
@@ -273,7 +277,7 @@ def test_stop_strings_match_however_the_text_is_split(
     text=st.text("ab", max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_only_a_possible_start_of_a_stop_string_is_held_back(text: str, stops: list[str]):
+def test_only_text_that_may_start_a_stop_string_is_delayed(text: str, stops: list[str]):
     checker = StopChecker(stops)
     released = "".join(checker.push(char) for char in text)
     if checker.matched is None:
@@ -294,7 +298,7 @@ def test_stop_string_is_found_if_the_text_is_split_anywhere(include: bool):
 
 
 @FAMILIES
-def test_stop_string_across_tokens_is_held_back_and_cut(make: Any):
+def test_stop_string_of_several_tokens_is_never_returned(make: Any):
     tokenizer = make()
     ids = tokenizer.encode("the world ends here. STOPPED")
     stop = "d ends h"
@@ -320,7 +324,7 @@ def test_included_stop_string_stays_in_the_text():
     assert detokenizer.text == "the world en"
 
 
-def test_start_of_a_stop_string_is_released_at_the_end():
+def test_incomplete_stop_string_at_the_end_of_the_output_is_returned():
     tokenizer = byte_level()
     deltas, detokenizer = stream(tokenizer, [], [tokenizer.encode("say STO")], stop=["STOP"])
     assert deltas == ["say ", "STO"]
@@ -328,8 +332,8 @@ def test_start_of_a_stop_string_is_released_at_the_end():
     assert detokenizer.text == "say STO"
 
 
-def test_prompt_that_ends_in_broken_bytes_is_not_repeated():
-    """The prompt has one byte of an incomplete character and then a letter."""
+def test_output_does_not_repeat_a_prompt_that_ends_in_invalid_bytes():
+    """The prompt ends with one byte of a character of several bytes, and then a letter."""
     tokenizer = metaspace()
     broken, letter = tokenizer.encode("🦜")[-1], tokenizer.encode("d")[-1]
     prompt = [*tokenizer.encode("hello world"), broken, letter]

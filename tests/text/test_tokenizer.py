@@ -53,7 +53,7 @@ def test_tokenizer_of_a_folder_equals_that_of_autotokenizer(make, declared: str,
             )
 
 
-def test_start_token_is_added_by_the_post_processor(tmp_path: Path):
+def test_post_processor_of_the_tokenizer_adds_the_bos_token(tmp_path: Path):
     folder = save(metaspace(), tmp_path)
     start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     single = [start, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -141,7 +141,9 @@ def prose(num_words: int, seed: int = 0) -> str:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("special", [True, False])
-def test_last_tokens_equal_the_end_of_all_tokens(make, special: bool):
+def test_encoding_only_the_last_tokens_of_a_text_equals_the_end_of_the_full_encoding(
+    make, special: bool
+):
     tokenizer = make()
     for seed, length in enumerate([0, 1, 10, 2000, 4000, 6000]):
         text = prose(length, seed) + f"{EOS} and the end of the world"
@@ -152,7 +154,7 @@ def test_last_tokens_equal_the_end_of_all_tokens(make, special: bool):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_last_tokens_work_for_texts_without_word_boundaries(make):
+def test_last_tokens_of_a_text_without_word_boundaries_are_encoded(make):
     """The requested number of tokens is returned, and they decode to the end of the text."""
     tokenizer = make()
     for text in ("你好世界" * 20_000, "7" * 60_000, " " * 60_000, "hello" * 12_000):
@@ -170,11 +172,12 @@ def test_only_a_part_of_a_long_text_is_tokenized(monkeypatch: pytest.MonkeyPatch
     looked_at.clear()
     assert tokenizer.is_longer(text, 1000)
     assert sum(looked_at) < 50_000
-    assert not tokenizer.is_longer("a" * 5000, 1000)  # short enough to tokenize
+    # This text is so short that `is_longer` tokenizes all of it.
+    assert not tokenizer.is_longer("a" * 5000, 1000)
     assert tokenizer.is_longer("\n" * 50_000, 1000) == (len(tokenizer.encode("\n" * 50_000)) > 1000)
 
 
-def test_is_longer_returns_whether_a_text_has_more_tokens():
+def test_is_longer_returns_whether_a_text_has_more_tokens_than_a_limit():
     tokenizer = byte_level()
     for text in (prose(20_000), "hello world " * 5000, "你" * 20_000):
         num = len(tokenizer.encode(text))
@@ -183,7 +186,7 @@ def test_is_longer_returns_whether_a_text_has_more_tokens():
 
 
 def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the length of each text tokenized from now on."""
+    """Return a list. Each later call of the tokenizer's `encode` appends the length of its text."""
     lengths, encode = list[int](), tokenizer.hf_tokenizer.encode
 
     def watched(text: str, **options: object) -> list[int]:

@@ -1,7 +1,8 @@
 """A small SVG writer, and the shapes that the pictures have in common.
 
-A picture has a background, light or dark as the reader's screen prefers, so that it is readable on
-any page. The code does not measure text: boxes are wide enough for the widest letters.
+A picture has its own background, so that it is readable on any page. The background is light or
+dark, as the reader's browser prefers. The code does not measure text. Boxes are wide enough for any
+text of the same number of letters.
 """
 
 from collections.abc import Iterable

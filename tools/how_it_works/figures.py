@@ -301,10 +301,11 @@ def _mapping(
 def _tree(
     before: Snapshot, after: Snapshot, first_y: float, leaf_gap: float, child_gap: float
 ) -> dict[int, float]:
-    """Return the y coordinate of each block in a drawing of beams as a tree. The last blocks of the
-    beams in `before` are `leaf_gap` apart. The y coordinate of a shared block is the mean of the
-    coordinates of the blocks that follow it. The new blocks of `after` are next to the blocks
-    before them, `child_gap` apart.
+    """Return the y coordinate of each block in a drawing of beams as a tree.
+
+    Each beam in `before` ends in a block. These last blocks are `leaf_gap` apart. A block that
+    several beams share is in the middle of the blocks that follow it. Blocks that exist only in
+    `after` are next to the blocks that they follow, `child_gap` apart.
     """
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])

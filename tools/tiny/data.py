@@ -256,8 +256,8 @@ class _Source:
     def long(self, room: int) -> Document:
         """Return a document for a long row.
 
-        At the start of a row (`room` is the length of the row), it may be as long as the row. Later
-        it should have at most `room` tokens.
+        The document should have at most `room` tokens, the part of the row that is still free. At
+        the start of a row, the whole row is free.
         """
         rng = self._rng
         kind = rng.random()
@@ -274,8 +274,11 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Replace `document`, which is longer than `room` tokens, by a single question if `room` is
-        over 64 tokens. Otherwise return `document`."""
+        """Return the next document when `document` is too long for the remaining `room` tokens.
+
+        If `room` is over 64, the result is a single question, which may fit. Otherwise the result
+        is `document`, which begins a later row.
+        """
         return self.short() if room > 64 else document
 
     def _example(self, task: str | None = None) -> Example:

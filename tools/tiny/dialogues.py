@@ -380,7 +380,8 @@ _FIELDS = {  # A schema may name the same fact by any of these property names.
 
 
 def _json_extract(rng: random.Random) -> Draft:
-    """Return a task to extract facts about a person from a text, under the names of a schema."""
+    """Return a question that contains a text about a person and a JSON schema. The answer is a JSON
+    object with facts from the text. The schema determines the names of the properties."""
     facts: dict[str, str | int] = {
         "name": _proper(rng),
         "age": rng.randint(1, 99),
@@ -409,7 +410,8 @@ def _enumerated(clauses: list[str]) -> str:
 
 
 def _proper(rng: random.Random) -> str:
-    """Return a random proper name: one or two capitalised words or strings of random letters."""
+    """Return a random proper name of one or two parts. A part is a word, or a string of random
+    letters, with a capital first letter."""
     parts = []
     for _ in range(2 if rng.random() < 0.1 else 1):
         letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10)))
@@ -455,7 +457,7 @@ def _think_multiply(rng: random.Random) -> Draft:
 
 
 def _think_words(rng: random.Random) -> Draft:
-    """Return a calculation with numbers in words; the thought has the same numbers as numerals."""
+    """Return a calculation whose numbers are in words. The thought writes them in digits."""
     name = rng.choice(("add", "subtract", "multiply"))
     a, b = rng.randrange(100), rng.randrange(10 if name == "multiply" else 100)
     if name == "subtract" and a < b:

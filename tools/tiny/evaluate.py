@@ -43,10 +43,10 @@ LENGTHS = (160, 320, 640, 896)
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
     """Return the fraction of exact answers, from 0 to 1, by task and form.
 
-    The form "raw" has no chat template. In the form "chat", the question is the only turn of a
-    chat. In the form "turn", for a quarter of the questions, it follows other questions of a chat.
-    A dialogue has only the form "chat". A dialogue counts as exact if greedy decoding gives all
-    tokens of the assistant.
+    In the form "raw", a question is plain text without a chat template. In the form "chat", the
+    question is the only turn of a chat. In the form "turn", the question is the last turn of a chat
+    with several questions; only a quarter of the questions have this form. A dialogue has only the
+    form "chat". A dialogue counts as exact if greedy decoding gives all tokens of the assistant.
     """
     kinds, documents = [], list[Document]()
     for task in (*TASKS, *DIALOGUES):
@@ -62,7 +62,10 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
 
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
-    """Return the held-out questions of a task with their answers, as documents by form."""
+    """Return the held-out questions of a task, with their answers, in each form.
+
+    The result maps the forms "raw", "chat" and "turn" (see `evaluate`) to lists of documents.
+    """
     if task in DIALOGUES:
         drawn = sample_dialogues(SEED, examples, task)
         return {"chat": [dialogue_document(each) for each in drawn]}

@@ -5,7 +5,8 @@
 For each weight format, an engine gets the held-out questions of `tools.tiny.evaluate` with their
 answers as prompts, and returns the log-probabilities of the prompt tokens. Greedy decoding would
 give an answer exactly if each of its tokens is the most probable token after the tokens before it.
-The drift is the mean absolute difference to float32 of the log-probabilities of the answer tokens.
+The drift compares the log-probabilities of the answer tokens with those that an engine with float32
+weights returns. The drift is the mean of the absolute differences.
 
 The format `fp8` quantizes the weights while they are loaded, with a scale for each output. The
 formats `fp8_tensor` and `fp8_block` are checkpoints that this script writes, with a scale for each

@@ -203,7 +203,7 @@ def _items(rng: random.Random, fewest: int, most: int) -> list[str]:
 
 
 def _listing(rng: random.Random, items: Sequence[str]) -> str:
-    """Join items with commas, with a final "and", or with spaces."""
+    """Join items in one of three styles at random: "a, b and c", "a, b, c" or "a b c"."""
     kind = rng.random()
     if kind < 0.2 and len(items) > 1:
         return ", ".join(items[:-1]) + " and " + items[-1]
@@ -295,8 +295,8 @@ def _count(
         longest = lengths[1] if by_ones else min(lengths[1], stepped)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
-    # Sometimes the end that the question names is not reached by the steps, but lies after the last
-    # number.
+    # Sometimes the question names an end that is not one of the numbers, such as "from 1 to 10 in
+    # steps of 2". The last number of the answer then lies before the end.
     if abs(step) <= 5 and rng.random() < 0.1:
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
     wordings = _count_wordings(start, step, min(start, stop) <= untold)
