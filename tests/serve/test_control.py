@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serve_helpers import ANSWER, QUESTION, Server, bearer
 
@@ -61,6 +62,17 @@ def test_control_key_is_needed_and_opens_nothing_else(serve: Callable[..., None]
         assert (await server.http.get("/v1/models", headers=bearer("client"))).status_code == 200
 
     serve(scenario, api_keys=("client",), **CONTROL)
+
+
+def test_control_key_is_needed_however_the_path_is_written(serve: Callable[..., None]):
+    async def scenario(server: Server) -> None:
+        mounted = httpx.ASGITransport(server.app, root_path="/api")
+        async with httpx.AsyncClient(transport=mounted, base_url="http://jpaged") as http:
+            for client, path in ((server.http, "/pause%0A"), (http, "/api/pause")):
+                assert (await client.post(path)).status_code == 401
+        await server.canary()
+
+    serve(scenario, **CONTROL)
 
 
 def test_paused_request_continues_after_the_pause(serve: Callable[..., None]):

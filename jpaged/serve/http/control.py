@@ -40,7 +40,6 @@ class ControlEndpoints:
 
     Attributes:
         routes: The routes.
-        paths: Paths of the routes.
     """
 
     def __init__(self, serving: ServerState, bodies: BodyReader):
@@ -54,7 +53,6 @@ class ControlEndpoints:
             Route("/is_sleeping", self._call("state"), methods=["GET"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
         ]
-        self.paths = frozenset(route.path for route in self.routes)
 
     def _call(self, action: str) -> Callable[[Request], Any]:
         """Return an endpoint that calls a method of the engine without arguments."""
