@@ -742,6 +742,15 @@ class Engine:
         return self._loop.is_sleeping
 
     @property
+    def can_advance(self) -> bool:
+        """Whether the engine can launch steps: it is awake, is not paused, and has weights."""
+        return self._loop.can_advance
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if an earlier step or update has failed and has ended the engine."""
+        self._loop.check_alive()
+
+    @property
     def weights_version(self) -> int:
         """Number of the weights: 0 at the start, then the `version` of the last update."""
         return self._loop.weights_version

@@ -12,6 +12,8 @@ from serve_helpers import ANSWER, QUESTION, Server, bearer
 
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.errors import RequestError
+from jpaged.models import live_weights
+from jpaged.models.checkpoint import TensorInfo, read_tensor_infos
 from jpaged.serve.options import ServeConfig, read_flags
 
 PATHS = ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights")
@@ -129,6 +131,7 @@ def test_sleeping_server_wakes_up(serve: Callable[..., None]):
         request = start_request(server)
         await asyncio.sleep(0.05)
         assert (server.serving.is_healthy, request.done()) == (True, False)
+        assert "the engine is sleeping" in await refused(server, "/pause?mode=wait", 400)
         assert await post(server, "/wake_up") == AWAKE
         assert (await request)["choices"][0]["text"] == ANSWER
 
@@ -140,6 +143,7 @@ def test_wrong_arguments_are_refused(serve: Callable[..., None]):
         for path, message in {
             "/sleep?level=3": "level='3' is unknown: pass 1 or 2",
             "/pause?mode=drain": "mode='drain' is unknown: pass 'keep', 'wait' or 'abort'",
+            "/pause?mode=wait&recompute=true": "recompute=True needs mode='keep', not 'wait'",
             "/pause?recompute=1": "recompute='1' is unknown: pass true or false",
             "/pause?clear_cache=true": "clear_cache is not a parameter of this path: use mode or",
             "/resume?now=1": "now is not a parameter of this path: omit it",
@@ -181,6 +185,33 @@ def test_weights_come_only_from_the_allowed_folder(serve: Callable[..., None], t
         await server.canary()
 
     serve(scenario, weights_folder=root, **CONTROL)
+
+
+def test_server_without_weights_waits_for_them(
+    serve: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("good", "broken"):
+        (tmp_path / name).mkdir()
+    shutil.copy(EMBEDDED_MODEL / "model.safetensors", tmp_path / "good")
+
+    def read(folder: Path) -> list[TensorInfo]:
+        if folder.name == "broken":
+            raise PermissionError(13, "Permission denied", str(folder / "model.safetensors"))
+        return read_tensor_infos(folder)
+
+    monkeypatch.setattr(live_weights, "read_tensor_infos", read)
+
+    async def scenario(server: Server) -> None:
+        await post(server, "/sleep?level=2")
+        assert await post(server, "/wake_up") == AWAKE
+        request = start_request(server)
+        message = await refused(server, "/update_weights", 400, json={"path": "broken"})
+        assert "Permission denied: 'broken/model.safetensors'" in message
+        assert not request.done()
+        await post(server, "/update_weights", json={"path": "good"})
+        assert (await request)["choices"][0]["text"] == ANSWER
+
+    serve(scenario, weights_folder=tmp_path, **CONTROL)
 
 
 def test_control_options_are_checked(tmp_path: Path):
