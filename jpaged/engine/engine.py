@@ -700,7 +700,7 @@ class Engine:
     def _check_paused(self, name: str) -> None:
         """Raise RuntimeError if a request is unfinished and the engine launches steps."""
         num_unfinished = len(self._loop.requests)
-        if num_unfinished and not (self.is_paused or self.is_sleeping):
+        if num_unfinished and self.can_advance:
             raise RuntimeError(
                 f"{name}: {format_count(num_unfinished, 'request')} unfinished: call pause() "
                 "first, or finish or abort all requests"

@@ -179,6 +179,8 @@ def test_weights_come_only_from_the_allowed_folder(serve: Callable[..., None], t
             message = await refused(server, "/update_weights", 400, json={"path": path})
             assert expected in message
             assert str(tmp_path) not in message
+        too_large = {"path": "good", "version": 2**64}
+        assert "version=" in await refused(server, "/update_weights", 400, json=too_large)
         body = {"path": "good", "version": 12}
         answer = await server.http.post("/update_weights", headers=KEY, json=body)
         assert answer.json() == AWAKE | {"weights_version": 12}
@@ -205,6 +207,9 @@ def test_server_without_weights_waits_for_them(
         await post(server, "/sleep?level=2")
         assert await post(server, "/wake_up") == AWAKE
         request = start_request(server)
+        async with asyncio.timeout(10):
+            while not server.engine.stats().num_waiting:
+                await asyncio.sleep(0.001)
         message = await refused(server, "/update_weights", 400, json={"path": "broken"})
         assert "Permission denied: 'broken/model.safetensors'" in message
         assert not request.done()

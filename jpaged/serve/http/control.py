@@ -32,7 +32,8 @@ class UpdateWeightsRequest(Body, frozen=True, kw_only=True):
     """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    version: Annotated[int, Meta(ge=0)] | None = None
+    # JSON clients read larger numbers inexactly.
+    version: Annotated[int, Meta(ge=0, le=2**53 - 1)] | None = None
 
 
 class ControlEndpoints:
