@@ -293,7 +293,7 @@ class Floor:
             head_flops=2 * table,
             flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
             gemm_flops_per_second=FP8_FLOPS_PER_SECOND if is_narrow else FLOPS_PER_SECOND,
-            expert_bytes=dtype.itemsize * _num_expert_weights(model),
+            expert_bytes=(1 if is_narrow else dtype.itemsize) * _num_expert_weights(model),
             chosen_share=experts.num_experts_per_token / experts.num_experts if experts else 1.0,
         )
 

@@ -26,6 +26,7 @@ from examples import fused_jax_llama, plain_jax_llama
 from jpaged import Engine
 
 MODELS = ("built-in", "fused", "plain")
+NUM_COMPILE_WORKERS = 8
 
 
 def make_config(shape: str, num_layers: int | None) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) 
     if model == "fused":
         params = fused_jax_llama.fuse(params, config)
     module = fused_jax_llama if model == "fused" else plain_jax_llama
+    options["num_compile_workers"] = NUM_COMPILE_WORKERS
     return Engine(module.make_model(config), params=params, **options)
 
 

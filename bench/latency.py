@@ -31,18 +31,22 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# Maps (case, model) to figures on an H200: milliseconds per decode step of vLLM 0.24, jpaged's
-# target for them, seconds of the prefill of vLLM 0.24, and jpaged's target for them.
+# Maps (case, model) to figures on an H200: milliseconds per decode step of vLLM 0.24 (0.26 for
+# sparse models), jpaged's target for them, seconds of the prefill of vLLM, and jpaged's target.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
     ("D", "qwen3-0.6b"): (3.73, 2.60, 0.149, 0.130),
     ("D", "llama-3.1-8b"): (7.63, 6.40, 1.507, 1.40),
+    ("C", "qwen3-30b-a3b"): (4.12, 2.60, None, None),
+    ("D", "qwen3-30b-a3b"): (19.25, 17.80, 0.904, 0.75),
 }
 # The same figures as in `REFERENCE` for weights and KV cache in FP8, measured with vLLM 0.26.
 FP8_REFERENCE = {
     ("C", "llama-3.1-8b"): (3.57, 2.50, None, None),
     ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
+    ("C", "qwen3-30b-a3b"): (None, 2.10, None, None),
+    ("D", "qwen3-30b-a3b"): (None, 10.30, None, None),
 }
 
 # jpaged's targets on two tensor-parallel GPUs. vLLM was not measured there.

@@ -91,6 +91,9 @@ class LoweredPool:
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
         self._ended: set[int] = set()  # workers that compile nothing more
+        # Whether a program of the user's functions could not be stored. The engine's builder then
+        # traces the others in its own thread: two threads must not call the functions at once.
+        self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":
         return self
@@ -160,8 +163,11 @@ class LoweredPool:
 
     def _assign(self, recipe: Recipe, worker: int) -> bool:
         """Store a program and send it to a worker. Return whether a worker will compile it."""
-        store = self._store
-        if store is None or not store_program(recipe, store):
+        store, calls_user = self._store, recipe.digest is not None
+        if store is None or (calls_user and self._is_refused):
+            return False
+        if not store_program(recipe, store):
+            self._is_refused = self._is_refused or calls_user
             return False
         path, options = str(store.path(recipe.key)), dict(recipe.options)
         program = LoweredProgram(repr(recipe.name), path, list(recipe.donate), options)

@@ -1,6 +1,7 @@
 """Startup of an engine: load the model, size the pool, compile the programs and warm up."""
 
 import gc
+import shutil
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.compile.compilation import Compilation, prepare_jax, with_usable_cache
 from jpaged.config import EMBEDDED_MODEL, FP8_KV_CACHE_DTYPES, EngineConfig
@@ -166,6 +167,7 @@ def build_jax_model_parts(
         TypeError, ValueError: The model, a parameter or an option is invalid.
     """
     check_jax_model_options(config)
+    _check_mesh(jax.sharding.get_abstract_mesh())
     device = jax.local_devices()[0]
     invariant = config.batch_invariant
     if invariant and config.kv_cache_dtype != "auto":
@@ -189,6 +191,18 @@ def build_jax_model_parts(
     )
 
 
+def _check_mesh(mesh: AbstractMesh) -> None:
+    """Check that the caller's context sets no mesh of several devices, for which JAX would compile.
+
+    An engine that exists can be used in such a context.
+    """
+    if mesh.size > 1:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh of {mesh.size} devices, but a JaxModel runs on one "
+            "device: create the engine outside of the mesh's context"
+        )
+
+
 def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
     """Return the folder of a user's tokenizer, and whether the caller must delete the folder.
 
@@ -204,7 +218,11 @@ def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
         return None, False
     if callable(getattr(tokenizer, "save_pretrained", None)):
         folder = Path(tempfile.mkdtemp(prefix="jpaged-tokenizer-"))
-        tokenizer.save_pretrained(str(folder))
+        try:
+            tokenizer.save_pretrained(str(folder))
+        except BaseException:  # includes KeyboardInterrupt
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder, True
     if not isinstance(tokenizer, (str, Path)):
         raise TypeError(

@@ -32,6 +32,26 @@ from pallas_kernels import (
 )
 
 
+def router_logits(
+    x: Float[Array, "T D"],
+    router: Float[Array, "E D"],
+    *,
+    backend: Backend,
+    batch_invariant: bool,
+) -> Float32[Array, "T E"]:
+    """Return the logits of all experts for each row, in float32.
+
+    If `batch_invariant` is set, a row's bits do not depend on the other rows. The kernels of this
+    mode need a multiple of `BATCH_INVARIANT_UNIT` experts, so the router is padded.
+    """
+    if not batch_invariant:
+        return einsum("td,ed->te", x, router, out=jnp.float32)
+    num_experts = router.shape[0]
+    padded = jnp.pad(router, ((0, -num_experts % BATCH_INVARIANT_UNIT), (0, 0)))
+    logits = batch_invariant_transposed_gemm(x, padded, backend=backend)
+    return logits[:, :num_experts]
+
+
 class ExpertNames(NamedTuple):
     """Names of the tensors of a sparse feed-forward, relative to a layer's name in the checkpoint.
 
@@ -82,7 +102,9 @@ class SparseFeedForward(nnx.Module):
             num_local = experts.num_local_experts
             first_expert = jnp.asarray(shard_start(num_local), jnp.int32)
         routing = route(
-            self.router_logits(x, backend),
+            router_logits(
+                x, self.router[...], backend=backend, batch_invariant=self.batch_invariant
+            ),
             experts.num_experts_per_token,
             normalize=experts.normalize,
             num_tokens=num_tokens,
@@ -98,16 +120,6 @@ class SparseFeedForward(nnx.Module):
             ordered = self.batch_invariant
             update = sum_in_device_order(update) if ordered else device_sum(update, MESH_AXIS)
         return update[None]
-
-    def router_logits(self, x: Float[Array, "T D"], backend: Backend) -> Float32[Array, "T E"]:
-        """Return the logits of all experts for each row, in float32."""
-        router = self.router[...]
-        if self.batch_invariant:
-            num_experts = router.shape[0]
-            rows = jnp.pad(router, ((0, -num_experts % BATCH_INVARIANT_UNIT), (0, 0)))
-            logits = batch_invariant_transposed_gemm(x, rows, backend=backend)
-            return logits[:, :num_experts]
-        return einsum("td,ed->te", x, router, out=jnp.float32)
 
     def add_norm(
         self,

@@ -273,7 +273,7 @@ class ModelParameters:
         del leaves
         mesh = self._plan.mesh
         for write in writes:
-            tensors = tuple(_on_mesh(arrays[name], mesh) for name in write.names)
+            tensors = tuple(on_mesh(arrays[name], mesh) for name in write.names)
             scale = None if write.scale_path is None else _allocated(values[write.scale_path])
             values[write.path], scale = _write_parameter(
                 _allocated(values[write.path]), scale, tensors, layout=write.layout
@@ -315,6 +315,8 @@ def _check_array(name: str, leaf: Any, devices: Sequence[Any]) -> None:
         raise TypeError(
             f"{name} is a {kind}, not a JAX array: move arrays to the device with jax.device_put"
         )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} is an array of {leaf.dtype}, not of numbers: omit it")
     if leaf.is_deleted():
         raise ValueError(
             f"{name} was deleted or donated to another function: pass an array that exists"
@@ -447,7 +449,7 @@ def _allocated(leaf: jax.Array) -> jax.Array:
     return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) if leaf.is_deleted() else leaf
 
 
-def _on_mesh(array: Any, mesh: Mesh | None) -> Any:
+def on_mesh(array: Any, mesh: Mesh | None) -> Any:
     """Return the array with a copy on each tensor-parallel device.
 
     A JAX array does not pass through the host. An array of a file is in host memory.
@@ -457,7 +459,12 @@ def _on_mesh(array: Any, mesh: Mesh | None) -> Any:
     replicated = axis_sharding(mesh, None)
     if isinstance(array, np.ndarray) or len(array.devices()) == 1:
         return jax.device_put(array, replicated)
-    return jax.jit(lambda it: it, out_shardings=replicated)(array)
+    return jax.jit(_identity, out_shardings=replicated)(array)
+
+
+def _identity(array: jax.Array) -> jax.Array:
+    """Return the array. JAX compiles a module's function once for each sharding."""
+    return array
 
 
 @partial(jax.jit, static_argnames="layout", donate_argnames=("param", "scale"))

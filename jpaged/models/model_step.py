@@ -28,6 +28,7 @@ from jpaged.models.attention import (
     invariant_inputs,
     split_heads,
 )
+from jpaged.models.experts import router_logits
 from jpaged.models.norm import add_norm_rows, normalize_rows
 from pallas_kernels import (
     Backend,
@@ -160,7 +161,7 @@ class ModelOps:
 
     def rms_norm(self, x: Array, weight: Array, *, eps: SupportsFloat) -> Array:
         """Return x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
-        eps = _static_number("rms_norm", "eps", eps, float)
+        eps = _check_norm("rms_norm", weight, x.shape[-1:], eps)
         return self._call("rms_norm", _rms_norm, x, weight, eps=eps)
 
     def add_rms_norm(
@@ -182,7 +183,7 @@ class ModelOps:
         Returns:
             The normalized rows, and the new residual stream.
         """
-        eps = _static_number("add_rms_norm", "eps", eps, float)
+        eps = _check_norm("add_rms_norm", weight, hidden.shape[-1:], eps)
         values = None if update is None else _as_partials(update).values
         return self._call("add_rms_norm", _add_rms_norm, hidden, values, weight, eps=eps)
 
@@ -237,7 +238,7 @@ def _experts(
     batch_invariant,
 ):
     mode = {"backend": backend, "batch_invariant": batch_invariant}
-    logits = _project_vocabulary(x, router, **mode)
+    logits = router_logits(x, router, **mode)
     routing = route(
         logits, num_experts_per_token, normalize=normalize, num_tokens=num_tokens, **mode
     )
@@ -337,7 +338,7 @@ class ModelStep(ModelOps):
         index, product = self._check_layer("rope_attend", layer), _as_partials(qkv)
         self._check_projection(index, product.values, angles)
         options = self._attention_options("rope_attend", index, window, scale, soft_cap)
-        head_norms = None if norms is None else HeadNorms(*norms)
+        head_norms = None if norms is None else self._check_head_norms(index, norms)
         out, self._attended[index] = self._rope_attend(index, product, angles, head_norms, options)
         return out
 
@@ -366,6 +367,7 @@ class ModelStep(ModelOps):
         Returns:
             The rows [T, D], in x's dtype.
         """
+        _check_experts(x, router, gate_up, down)
         count = operator.index(num_experts_per_token)
         arrays = x, router, gate_up, down, self._attention.num_tokens
         options = {"num_experts_per_token": count, "normalize": bool(normalize)}
@@ -438,9 +440,7 @@ class ModelStep(ModelOps):
                 "or correct num_kv_heads or head_size"
             )
 
-    def _check_projection(
-        self, index: int, values: Array, angles: tuple[Array, Array] | None
-    ) -> None:
+    def _check_projection(self, index: int, values: Array, angles: Any) -> None:
         num_kv_heads, head_size = self._layers[index]
         shape, where = values.shape[1:], f"rope_attend for layer {index}"
         _check_dtype(where, "qkv", values)
@@ -452,13 +452,27 @@ class ModelStep(ModelOps):
                 f"[{self._num_tokens}, N + {2 * num_kv_heads}, {head_size}] with N a multiple of "
                 f"{num_kv_heads}: reshape it, or correct num_kv_heads or head_size"
             )
+        if angles is None:
+            return
         half = (self._num_tokens, head_size // 2)
-        for each in angles or ():
-            if head_size % 2 or (each.shape, each.dtype.name) != (half, "float32"):
-                raise ValueError(
-                    f"{where}: angles has {each.dtype}{list(each.shape)}, but must be two arrays "
-                    f"float32[T, H / 2] = {list(half)} of an even head size H={head_size}"
-                )
+        found = [f"{it.dtype}{list(it.shape)}" for it in angles]
+        if head_size % 2 or found != [f"float32{list(half)}"] * 2:
+            raise ValueError(
+                f"{where}: angles has {' and '.join(found)}, but must be two arrays "
+                f"float32[T, H / 2] = {list(half)} of an even head size H={head_size}"
+            )
+
+    def _check_head_norms(self, index: int, norms: Any) -> HeadNorms:
+        """Return the norms as a `HeadNorms`, whose weights fit the heads of a layer."""
+        where, head_size = f"rope_attend for layer {index}", self._layers[index].head_size
+        if len(norms) != 3:
+            raise ValueError(
+                f"{where}: norms has {format_count(len(norms), 'entry', 'entries')}: pass the "
+                "weights of the norms of queries and of keys, and epsilon"
+            )
+        q, k, eps = norms
+        _check_norm(where, q, (head_size,), eps)
+        return HeadNorms(q, k, _check_norm(where, k, (head_size,), eps))
 
     def _attend(
         self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
@@ -519,13 +533,46 @@ def _check_dtype(where: str, name: str, array: Any) -> None:
         raise TypeError(f"{where}: {name} is {found}: pass a JAX array of {', '.join(KV_DTYPES)}")
 
 
+def _check_norm(where: str, weight: Array, shape: tuple[int, ...], eps: Any) -> float:
+    """Check the weight and the epsilon of an RMSNorm, and return the epsilon."""
+    if jnp.shape(weight) != shape:
+        raise ValueError(
+            f"{where}: the weight of the norm has shape {list(jnp.shape(weight))}, but must have "
+            f"shape {list(shape)}: pass one number per channel"
+        )
+    number = _static_number(where, "eps", eps, float)
+    if number is None:
+        raise TypeError(f"{where}: eps=None: pass a positive number, such as 1e-6")
+    return number
+
+
+def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None:
+    """Check that the weights of experts fit each other and the rows."""
+    width = x.shape[-1]
+    count, inner = (gate_up.shape[0], gate_up.shape[-1]) if gate_up.ndim == 4 else ("E", "F")
+    for name, array, axes, wanted in (
+        ("gate_up", gate_up, "[E, D, 2, F]", (count, width, 2, inner)),
+        ("router", router, "[E, D]", (count, width)),
+        ("down", down, "[E, F, D]", (count, inner, width)),
+    ):
+        if array.shape != wanted:
+            raise ValueError(
+                f"experts: {name} has shape {list(array.shape)}, but must be {axes} = "
+                f"[{', '.join(map(str, wanted))}]: transpose or reshape it"
+            )
+
+
 def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
     """Return an option as a Python number; None if it is None. Refuse traced values."""
     if value is None:
         return None
     if isinstance(value, Tracer):
         raise TypeError(f"{where}: {name} is a traced value: pass a Python number")
-    number = convert(value)
+    try:
+        number = convert(value)
+    except (TypeError, ValueError) as error:
+        kind = "an int" if convert is operator.index else "a number"
+        raise TypeError(f"{where}: {name}={value!r}: pass {kind}, or None") from error
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{where}: {name}={number}: pass a positive number, or None")
     return number

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +130,7 @@ class ModelDigests:
         self._model, self._sizes, self._params, self._dtype = model, sizes, params, dtype
         # The calls in the text do not depend on the backend, and XLA's operations trace fastest.
         self._mode = {"backend": Backend.XLA, "batch_invariant": sizes.batch_invariant}
-        self._forward, self._logits = cache(self._digest_forward), cache(self._digest_logits)
+        self._found: dict[tuple[str, int], str] = {}
 
     def digest(self, num_tokens: int | None, logits_rows: Iterable[int]) -> str:
         """Return the digest of the functions in one program.
@@ -140,8 +139,13 @@ class ModelDigests:
             num_tokens: Number of tokens of `forward`; None if the program does not call it.
             logits_rows: Every number of rows with which the program calls `logits`.
         """
-        texts = [] if num_tokens is None else [self._forward(num_tokens)]
-        return _digest(*texts, *map(self._logits, sorted(logits_rows)))
+        calls = [] if num_tokens is None else [("forward", num_tokens)]
+        calls += [("logits", num_rows) for num_rows in sorted(logits_rows)]
+        for name, num_rows in calls:
+            if (name, num_rows) not in self._found:
+                compute = self._digest_forward if name == "forward" else self._digest_logits
+                self._found[name, num_rows] = compute(num_rows)
+        return _digest(*(self._found[call] for call in calls))
 
     def _digest_forward(self, num_tokens: int) -> str:
         def forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:

@@ -6,8 +6,8 @@ capacity limit, and no token is dropped.
 
 The public ops check their arguments and choose an implementation for the backend and the shapes:
 
-    route                   choice of experts: triton.py on a GPU, else xla.py; sort of the pairs:
-                            xla.py on every backend
+    route                   triton.py on a GPU, else xla.py; xla.py also sorts the pairs of steps
+                            with more than `triton.MAX_SORTED_PAIRS` pairs on a GPU
     expert_gated_gemm,      hopper.py on a Hopper GPU if the dtype has 2 bytes and the sizes are
     expert_down_gemm        multiples of 64, triton.py on other GPUs, else xla.py
     FP8 ops                 fp8_hopper.py on a Hopper GPU if the depth is a multiple of 128 and the
@@ -115,16 +115,27 @@ def route(
         "normalize": normalize,
         "scale": scale,
     }
+    num_experts = sizes["E"] if num_local_experts is None else num_local_experts
     if backend is Backend.XLA or not logits.size:
         choose = partial(xla.choose_experts, **options)
         weights, experts = map_row_tiles(choose, logits) if batch_invariant else choose(logits)
-    else:  # The kernel is always batch-invariant, because a program computes one row.
-        interpret = backend is Backend.INTERPRET
-        weights, experts = triton.choose_experts(logits, interpret=interpret, **options)
-    num_experts = sizes["E"] if num_local_experts is None else num_local_experts
-    if first_expert is not None:
-        experts = experts - first_expert
-    return Routing(weights, *xla.sort_by_expert(experts, num_experts, num_tokens))
+        if first_expert is not None:
+            experts = experts - first_expert
+        return Routing(weights, *xla.sort_by_expert(experts, num_experts, num_tokens))
+    # The kernel is always batch-invariant, because a program computes one row.
+    interpret = backend is Backend.INTERPRET
+    weights, experts = triton.choose_experts(
+        logits,
+        num_tokens,
+        first_expert,
+        num_local_experts=num_experts,
+        interpret=interpret,
+        **options,
+    )
+    if experts.size > triton.MAX_SORTED_PAIRS:
+        return Routing(weights, *xla.sort_by_expert(experts, num_experts))
+    sorted_pairs = triton.sort_pairs(experts, num_experts=num_experts, interpret=interpret)
+    return Routing(weights, experts, *sorted_pairs)
 
 
 def expert_gated_gemm(

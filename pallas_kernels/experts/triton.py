@@ -3,6 +3,7 @@
 Each kernel has a grid of programs, and computes a result:
 
 choose_experts  grid (token,)                     weights and indices of the chosen experts
+sort_pairs      grid (block of numbers,)          pairs (token, choice) sorted by expert
 expert_tiles    grid (block of tiles,)            list of tiles; the rows of a tile have one expert
 gather_rows     grid (row,)                       rows of x, sorted by expert
 combine_rows    grid (token, block of columns)    weighted sum of the rows of each token
@@ -21,6 +22,13 @@ from jax.experimental.pallas import triton as plgpu
 HEADER_SIZE = 4
 # Then each tile has `TILE_FIELDS` int32 words: expert, first row, number of rows, an unused word.
 TILE_FIELDS = 4
+# `sort_pairs` compares every pair with every pair. For 8,192 pairs on an H100, the instructions
+# need at least 14 us. With XLA's sort, `route` takes at least 80 us for any number of pairs.
+MAX_SORTED_PAIRS = 8192
+"""Maximum number of pairs that `sort_pairs` is used for."""
+_NUMBERS_PER_PROGRAM = 16  # numbers that a program of `sort_pairs` computes
+_MAX_KEYS = 512  # A step of `sort_pairs` reads at most `_MAX_KEYS` keys.
+_COMPARISONS_PER_THREAD = 64  # comparisons of a thread in a step of `sort_pairs`
 _TILES_PER_PROGRAM = 16
 _ELEMENTS_PER_WARP = 32 * 8  # A thread handles 8 elements, which are 16 bytes for 2-byte dtypes.
 _MAX_COLUMNS = 2048  # A step of a gather copies at most `_MAX_COLUMNS` columns.
@@ -31,28 +39,69 @@ _GEMM_DEPTH = 32
 
 @functools.partial(
     jax.jit,
-    static_argnames=("num_choices", "softmax_first", "normalize", "scale", "interpret"),
+    static_argnames=(
+        "num_local_experts",
+        "num_choices",
+        "softmax_first",
+        "normalize",
+        "scale",
+        "interpret",
+    ),
 )
-def choose_experts(logits, *, num_choices, softmax_first, normalize, scale, interpret: bool):
-    """Compute the results of `xla.choose_experts` in Pallas Triton, one program per row."""
-    shape = logits.shape[0], num_choices
+def choose_experts(
+    logits,
+    num_tokens,
+    first_expert,
+    *,
+    num_local_experts: int,
+    num_choices: int,
+    softmax_first: bool,
+    normalize: bool,
+    scale: float | None,
+    interpret: bool,
+):
+    """Return the weights [T, k] and the device's indices [T, k] of the most probable experts.
+
+    One program computes one row. A choice that hits no expert of the device has the index
+    `num_local_experts`. `pallas_kernels.experts.route` documents the arguments.
+    """
+    num_rows = logits.shape[0]
+    bounds = (
+        jnp.int32(default) if bound is None else bound
+        for bound, default in ((num_tokens, num_rows), (first_expert, 0))
+    )
     kernel = functools.partial(
-        _choose_kernel, softmax_first=softmax_first, normalize=normalize, scale=scale
+        _choose_kernel,
+        num_local_experts=num_local_experts,
+        softmax_first=softmax_first,
+        normalize=normalize,
+        scale=scale,
     )
     return pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, num_choices), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, num_choices), jnp.int32),
         ],
-        grid=(logits.shape[0],),
+        grid=(num_rows,),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="choose_experts",
-    )(logits)
+    )(logits, *(bound.reshape(1) for bound in bounds))
 
 
-def _choose_kernel(logits_ref, weights_ref, experts_ref, *, softmax_first, normalize, scale):
+def _choose_kernel(
+    logits_ref,
+    num_tokens_ref,
+    first_expert_ref,
+    weights_ref,
+    experts_ref,
+    *,
+    num_local_experts,
+    softmax_first,
+    normalize,
+    scale,
+):
     token = pl.program_id(0)
     num_experts, num_choices = logits_ref.shape[1], weights_ref.shape[1]
     index = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
@@ -83,6 +132,9 @@ def _choose_kernel(logits_ref, weights_ref, experts_ref, *, softmax_first, norma
         weights /= jnp.sum(weights)
     if scale is not None:
         weights *= jnp.float32(scale)
+    experts -= first_expert_ref[0]
+    is_hit = (experts >= 0) & (experts < num_local_experts) & (token < num_tokens_ref[0])
+    experts = jnp.where(is_hit, experts, num_local_experts)
     for out_ref, out in ((weights_ref, weights), (experts_ref, experts)):
         target = out_ref.at[jnp.full_like(choice_index, token), choice_index]
         plgpu.store(target, out, mask=is_choice)
@@ -104,6 +156,65 @@ def _ordered_keys(values):
     bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ _MAX_KEY, bits)
     return jnp.where(values == values, keys, _MAX_KEY)
+
+
+@functools.partial(jax.jit, static_argnames=("num_experts", "interpret"))
+def sort_pairs(experts, *, num_experts: int, interpret: bool = False):
+    """Sort the pairs by expert, and return `order`, `positions` and `offsets` of a `Routing`.
+
+    A program computes `_NUMBERS_PER_PROGRAM` numbers: positions of pairs, or offsets of experts.
+    A pair has the key expert * R + pair, and the position of a pair is the number of lower keys.
+    The offset of an expert is the number of keys below expert * R.
+
+    Args:
+        experts: Expert [T, k] of each pair: 0 to `num_experts`. The last index stands for no
+            expert. (`num_experts` + 1) * R must be less than 2 ** 31.
+        num_experts: Number of experts (E).
+        interpret: Whether to run the kernel in interpret mode.
+    """
+    num_pairs = experts.size
+    num_keys = min(_MAX_KEYS, max(_NUMBERS_PER_PROGRAM, pl.next_power_of_2(num_pairs)))
+    warps = max(1, _NUMBERS_PER_PROGRAM * num_keys // (32 * _COMPARISONS_PER_THREAD))
+    order, positions, offsets = pl.pallas_call(
+        functools.partial(_sort_kernel, num_keys=num_keys),
+        out_shape=[
+            jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
+            jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32),
+        ],
+        grid=(pl.cdiv(num_pairs + num_experts + 1, _NUMBERS_PER_PROGRAM),),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="sort_pairs",
+    )(experts.reshape(-1))
+    return order, positions.reshape(experts.shape), offsets
+
+
+def _sort_kernel(experts_ref, order_ref, positions_ref, offsets_ref, *, num_keys):
+    num_pairs, num_offsets = experts_ref.shape[0], offsets_ref.shape[0]
+
+    def load_keys(pairs, is_pair):
+        return plgpu.load(experts_ref.at[pairs], mask=is_pair, other=0) * num_pairs + pairs
+
+    index = jnp.arange(_NUMBERS_PER_PROGRAM, dtype=jnp.int32)
+    index += pl.program_id(0) * _NUMBERS_PER_PROGRAM
+    is_pair = index < num_pairs
+    # In interpret mode, a masked store rewrites the old value. So indices that are not stored are
+    # past the end of the array, where JAX ignores stores.
+    expert = jnp.where(is_pair, num_offsets, index - num_pairs)
+    bounds = jnp.where(is_pair, load_keys(index, is_pair), expert * num_pairs)
+
+    def count(step, counts):
+        pairs = jnp.arange(num_keys, dtype=jnp.int32) + step * num_keys
+        keys = jnp.where(pairs < num_pairs, load_keys(pairs, pairs < num_pairs), _MAX_KEY)
+        return counts + (keys[None, :] < bounds[:, None]).astype(jnp.int32)
+
+    counts = jnp.zeros((_NUMBERS_PER_PROGRAM, num_keys), jnp.int32)
+    counts = lax.fori_loop(0, pl.cdiv(num_pairs, num_keys), count, counts)
+    counts = jnp.sum(counts, axis=1)
+    plgpu.store(positions_ref.at[index], counts, mask=is_pair)
+    plgpu.store(order_ref.at[jnp.where(is_pair, counts, num_pairs)], index, mask=is_pair)
+    plgpu.store(offsets_ref.at[expert], counts, mask=expert < num_offsets)
 
 
 def expert_gated_gemm(x, weight, routing, *, tile_rows: int, interpret: bool):

@@ -34,7 +34,7 @@ def choose_experts(logits, num_choices, *, softmax_first, normalize, scale):
     return weights, experts
 
 
-def sort_by_expert(experts, num_experts, num_tokens):
+def sort_by_expert(experts, num_experts, num_tokens=None):
     """Sort the pairs by expert, and return all fields of a `Routing` except `weights`, in order.
 
     Args:

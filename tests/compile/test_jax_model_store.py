@@ -1,6 +1,7 @@
 """Test that the program store identifies a user's functions by their traces, and never returns the
 program of an older version."""
 
+import gc
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +116,18 @@ def test_changed_model_function_has_another_key_in_the_program_store(name: str):
 def test_program_key_depends_on_which_parameters_a_model_function_uses():
     both = [recipes(changed(names=names))[DECODE].key for names in ("qqv", "kkv")]
     assert both[0] != both[1]
+
+
+def test_digests_are_freed_with_the_last_reference():
+    digests = plan_jax_model(MODEL, params(), DEVICE).digests()
+    found = ref(digests)
+    digests.digest(4, [2])
+    gc.disable()  # an engine must not need a collection to release a user's functions
+    try:
+        del digests
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.full
@@ -248,3 +262,25 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
     with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:  # a warm start
         assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
         assert not pool.processes
+
+
+@pytest.mark.full
+def test_two_threads_do_not_trace_functions_that_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried = list[Any]()
+
+    def refuse(recipe: Recipe, store: Any) -> bool:
+        tried.append(recipe.name)
+        return False
+
+    monkeypatch.setattr(lowered_workers, "store_program", refuse)
+    plan = plan_jax_model(MODEL, params(), DEVICE)
+    store = open_program_store(tmp_path, plan.config, plan.abstract_model, DEVICE)
+    assert store is not None
+    found = recipes(MODEL)
+    needed = [found[name] for name in (DECODE, ("load_bias", None), LARGE_DECODE, SCORE)]
+    runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:
+        assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
+    assert tried == [DECODE, ("load_bias", None)]

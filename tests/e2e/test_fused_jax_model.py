@@ -1,8 +1,9 @@
 """Test that a user's JAX model with fused operations computes the same as a model in plain JAX."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from e2e_options import LOOPS
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from test_batch_invariance import (
     COMMON,
     COMPOSITIONS,
@@ -33,7 +35,7 @@ from test_jax_model import (
 from examples import fused_jax_llama, plain_jax_llama
 from jpaged import JaxModel
 from jpaged.models.jax_model import plan_jax_model
-from jpaged.models.model_step import ModelOps
+from jpaged.models.model_step import LayerHeads, ModelOps, TracedStep
 from pallas_kernels import Backend
 
 WIDTH, HEAD_SIZES, KV_HEADS, NUM_HEADS = 32, (8, 16), (2, 2), (4, 2)
@@ -206,6 +208,14 @@ def changed(change: Callable[[Any], Any]) -> JaxModel:
 
 
 ROWS, HALF = jnp.zeros((8, WIDTH)), jnp.zeros((8, 4))
+QKV, HEAD = jnp.zeros((8, 8, 8)), jnp.ones(8)
+
+
+def wrong_experts(gate_up: tuple[int, ...] = (4, WIDTH, 2, 16), width: int = WIDTH) -> Any:
+    arrays = jnp.zeros((4, WIDTH)), jnp.zeros(gate_up), jnp.zeros((4, 16, width))
+    return lambda step: step.experts(ROWS, *arrays, num_experts_per_token=2)
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "inputs": (
         lambda step: step.project(ROWS, jnp.zeros((31, 4))),
@@ -225,7 +235,23 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "angles": (
         lambda step: step.rope_attend(0, jnp.zeros((8, 8, 8)), (HALF, HALF[:, :3])),
-        r"layer 0: angles has float32\[8, 3\], but must be two arrays float32\[T, H / 2\] = \[8, 4",
+        r"layer 0: angles has .* and float32\[8, 3\], but must be two arrays float32\[T, H / 2\]",
+    ),
+    "norm": (
+        lambda step: step.rms_norm(ROWS, HEAD[:1], eps=1e-5),
+        r"rms_norm: the weight of the norm has shape \[1\], but must have shape \[32\]",
+    ),
+    "norm of heads": (
+        lambda step: step.rope_attend(0, QKV, None, norms=(HEAD, HEAD[:1], 1e-5)),
+        r"layer 0: the weight of the norm has shape \[1\], but must have shape \[8\]",
+    ),
+    "gate and up": (
+        wrong_experts(gate_up=(4, WIDTH, 16, 2)),
+        r"experts: gate_up has shape \[4, 32, 16, 2\], but must be \[E, D, 2, F\]",
+    ),
+    "width of experts": (
+        wrong_experts(width=1),
+        r"experts: down has shape \[4, 16, 1\], but must be \[E, F, D\] = \[4, 16, 32\]",
     ),
     "twice": (
         lambda step: step.rope_attend(0, jnp.zeros((8, 8, 8)), None),
@@ -239,6 +265,21 @@ def test_wrong_call_of_a_fused_operation_is_refused(name: str):
     change, message = FAULTS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(changed(change), fused_params())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"angles": (HALF,)}, r"layer 0: angles has float32\[8, 4\], but must be two arrays"),
+        ({"angles": None, "window": 9.0}, r"layer 0: window=9\.0: pass an int, or None"),
+        ({"angles": None, "norms": (HEAD, HEAD)}, "layer 0: norms has 2 entries: pass the weights"),
+        ({"angles": None, "norms": (HEAD, HEAD, None)}, "layer 0: eps=None: pass a positive numb"),
+    ],
+)
+def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str):
+    unchecked = inspect.unwrap(TracedStep.rope_attend)  # the method would fail beartype first
+    with pytest.raises((TypeError, ValueError), match=message):
+        unchecked(TracedStep([LayerHeads(2, 8)], 8), 0, QKV, **options)
 
 
 # The batch-invariant mode
@@ -298,3 +339,13 @@ def test_batch_invariant_engine_accepts_fused_operations_and_sums_of_integers():
     assert plan.config.batch_invariant
     with pytest.raises(ValueError, match="batch_invariant=True does not support a KV cache of fp8"):
         make_engine(FUSED, fused_params(), batch_invariant=True, kv_cache_dtype="fp8")
+
+
+def test_batch_invariant_experts_may_have_any_number_on_a_gpu():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    step = TracedStep((), 8, Backend.TRITON, batch_invariant=True)
+    shapes = (8, 64), (6, 64), (6, 64, 2, 64), (6, 64, 64)
+    arrays = [jax.ShapeDtypeStruct(it, jnp.bfloat16) for it in shapes]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        out = jax.eval_shape(partial(step.experts, num_experts_per_token=2), *arrays)
+    assert out.shape == shapes[0]

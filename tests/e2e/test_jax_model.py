@@ -26,7 +26,7 @@ from e2e_options import (
     in_full_tier,
     make_workload,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lazy_programs import lazy_programs
 
 from examples.plain_jax_llama import load
@@ -384,6 +384,19 @@ def test_tokenizer_that_is_not_a_folder_is_refused():
         make_engine(tokenizer=[])
 
 
+def test_tokenizer_that_cannot_be_saved_leaves_no_folder():
+    folders = list[Path]()
+
+    class Unsaved:
+        def save_pretrained(self, folder: str) -> None:
+            folders.append(Path(folder))
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_engine(tokenizer=Unsaved())
+    assert not folders[0].exists()
+
+
 def test_tokenizer_may_be_an_object_of_transformers():
     hf_tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL).hf_tokenizer
     model, params = replace(TINY, vocab_size=len(hf_tokenizer)), tiny_params()
@@ -666,6 +679,18 @@ def test_error_names_the_invalid_model_parameter(name: str):
     make, message = PARAMS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(params=with_embed(make()))
+
+
+def test_mesh_of_several_devices_is_refused():
+    with (
+        jax.set_mesh(
+            jax.make_mesh(
+                (2,), ("data",), devices=jax.local_devices()[:2], axis_types=(AxisType.Auto,)
+            )
+        ),
+        pytest.raises(ValueError, match=r"a mesh of 2 devices, but .* outside of the mesh's cont"),
+    ):
+        make_engine(params=jax.device_put(tiny_params(), jax.local_devices()[0]))
 
 
 def test_empty_params_are_refused():

@@ -10,7 +10,7 @@ import pytest
 from kernel_cases import BF16, F32, IMPLEMENTATIONS, TRITON_ON_GPU, on_backends
 
 from pallas_kernels import Backend, Routing, expert_down_gemm, expert_gated_gemm, route
-from pallas_kernels.experts import triton, tuning
+from pallas_kernels.experts import triton, tuning, xla
 from pallas_kernels.tuning import MAX_SHARED_BYTES
 from tests.reference import kernels as reference
 
@@ -100,6 +100,39 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
     options = {"softmax_first": softmax_first, "normalize": normalize}
     got = route(jnp.asarray(logits), NUM_CHOICES, backend=backend, **options)
     check_routing(got, reference.route(logits, NUM_CHOICES, **options))
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("shape", "num_experts", "chosen"),
+    [
+        ((1, 1), 15, (0, 16)),  # The last of the two programs stores only the last offset.
+        ((1, 8), 128, (0, 128)),
+        ((43, 3), 6, (0, 7)),
+        pytest.param((43, 3), 6, (4, 5), marks=pytest.mark.full),  # One expert has all pairs.
+        pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No pair hits an expert.
+        # Every program stores 16 numbers.
+        pytest.param((32, 1), 31, (30, 32), marks=pytest.mark.full),
+        ((131, 8), 5, (0, 6)),  # A program reads the pairs in several steps.
+    ],
+)
+def test_pairs_are_sorted_by_expert_and_then_by_index(shape, num_experts, chosen, interpret):
+    """Test experts from chosen[0] to chosen[1] - 1; the expert `num_experts` is no expert."""
+    experts = jnp.asarray(np.random.RandomState(4).randint(chosen[0], chosen[1], shape), jnp.int32)
+    got = triton.sort_pairs(experts, num_experts=num_experts, interpret=interpret)
+    for array, want in zip(got, xla.sort_by_expert(experts, num_experts)[1:], strict=True):
+        np.testing.assert_array_equal(array, want)
+
+
+@pytest.mark.parametrize("backend", [Backend.INTERPRET, TRITON_ON_GPU])
+def test_routing_does_not_depend_on_which_kernel_sorts_the_pairs(backend, monkeypatch):
+    logits = jnp.asarray(make_logits("ties", 11))
+    bounds: dict[str, Any] = {"first_expert": 1, "num_local_experts": 3, "num_tokens": 9}
+    want = reference.route(logits, NUM_CHOICES, **bounds)
+    options = bounds | {name: jnp.int32(bounds[name]) for name in ("first_expert", "num_tokens")}
+    for limit in (33, 32):  # The step has 33 pairs.
+        monkeypatch.setattr(triton, "MAX_SORTED_PAIRS", limit)
+        check_routing(route(logits, NUM_CHOICES, backend=backend, **options), want)
 
 
 @pytest.mark.parametrize(

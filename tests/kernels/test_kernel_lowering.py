@@ -41,6 +41,7 @@ from pallas_kernels import (
     truncation_mask,
     write_kv,
 )
+from pallas_kernels.experts.triton import MAX_SORTED_PAIRS
 from tests.covering import covering
 
 # If the number of SMs is unknown, GEMMs of few rows use XLA.
@@ -253,7 +254,7 @@ def test_gated_gemms_of_many_rows_lower_to_hopper_kernels(rows, width, kernel):
 @pytest.mark.parametrize(
     ("num_tokens", "case"),
     covering(
-        [1, 300, 2048],
+        [1, 300, 4096],
         [
             (BF16, H200, "mosaic_gpu"),
             (F16, H200, "mosaic_gpu"),
@@ -261,7 +262,7 @@ def test_gated_gemms_of_many_rows_lower_to_hopper_kernels(rows, width, kernel):
             (F32, H200, "triton"),
         ],
         strength=0,
-        keep=lambda tokens, case: (tokens, case[0]) in ((1, BF16), (2048, F16)),
+        keep=lambda tokens, case: (tokens, case[0]) in ((1, BF16), (4096, F16)),
     ),
 )
 def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
@@ -282,7 +283,10 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
 
     text = lower(run, *arguments, device=device)
     # Small kernels choose experts, list tiles and sum rows. Before a Triton GEMM, one gathers rows.
-    num_small = 3 if gemm == "mosaic_gpu" else 4
+    # If there are few pairs, one sorts them, and XLA does no work between the kernels.
+    few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
+    num_small = (3 if gemm == "mosaic_gpu" else 4) + few_pairs
+    assert (re.search(r"stablehlo\.(sort|scatter|add|select|compare)", text) is None) == few_pairs
     assert sorted(re.findall(KERNEL_CALL, text)) == sorted([gemm] * 2 + ["triton"] * num_small)
     assert "stablehlo.dot_general" not in text
 
@@ -290,7 +294,7 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
 @pytest.mark.parametrize(
     ("num_tokens", "grouped", "case"),
     covering(
-        [1, 2048],
+        [1, 4096],
         [False, True],
         [(H200, 256, 128, "mosaic_gpu"), (H200, 192, 96, "triton"), (A100, 256, 128, None)],
         strength=0,
@@ -325,9 +329,12 @@ def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, c
         ]
 
     text = lower(run, *arguments, device=device)
-    # The small kernels choose experts, pack tiles and sum rows.
-    kernels = sorted([kernel] * 2 + ["triton"] * 3) if kernel else ["triton"]
-    assert sorted(re.findall(KERNEL_CALL, text)) == kernels
+    # The small kernels choose experts, sort few pairs, pack tiles and sum rows.
+    few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
+    kernels = ["triton"] * (1 + few_pairs) + (
+        [kernel, kernel, "triton", "triton"] if kernel else []
+    )
+    assert sorted(re.findall(KERNEL_CALL, text)) == sorted(kernels)
     assert ("stablehlo.dot_general" in text) == (kernel is None)
 
 

@@ -1,7 +1,8 @@
 """Test weight updates on the device: each parameter gets the same bits as from the loader."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.flax import load_file
 
 from jpaged.models.checkpoint import read_config
-from jpaged.models.live_weights import ModelParameters
+from jpaged.models.live_weights import ModelParameters, on_mesh
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -106,18 +107,37 @@ def test_files_are_read_one_parameter_at_a_time(qwen: Checkpoint):
 
 def test_second_weight_update_compiles_nothing(qwen: Checkpoint):
     qwen.check(qwen.tensors)
-    other, events = {name: it + 0 for name, it in qwen.tensors.items()}, list[str]()
+    other = {name: it + 0 for name, it in qwen.tensors.items()}
     copies = tuple(jnp.copy(it) for it in qwen.old)
+    with compilations() as events:
+        qwen.parameters.prepare(other, check_finite=True)(copies)
+    assert not events
+
+
+def test_arrays_that_a_trainer_splits_are_copied_to_all_devices_by_one_program():
+    mesh = make_mesh(jax.local_devices(), 2)
+    trainer = Mesh(np.array(jax.local_devices()[:2]), ("fsdp",))
+    first, second = (split(trainer, jnp.arange(8.0) + each) for each in range(2))
+    on_mesh(first, mesh)
+    with compilations() as events:
+        np.testing.assert_array_equal(on_mesh(second, mesh), np.arange(8.0) + 1)
+    assert not events
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yield a list to which the events of JAX's traces and compilations are appended."""
+    events = list[str]()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        events.append(event)
+        if "compile" in event:
+            events.append(event)
 
     monitoring.register_event_duration_secs_listener(listen)
     try:
-        qwen.parameters.prepare(other, check_finite=True)(copies)
+        yield events
     finally:
         monitoring.unregister_event_duration_listener(listen)
-    assert not [it for it in events if "compile" in it]
 
 
 @pytest.mark.full
@@ -202,6 +222,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         r"wrong dtypes \(1\): model.norm.weight is int32, supported are F32, F16, BF16",
     ),
     "NumPy": (with_tensor(NORM, np.asarray), r"model.norm.weight is a numpy.ndarray, not a JAX"),
+    "key": (
+        with_tensor(NORM, lambda it: jax.random.split(jax.random.key(0), len(it))),
+        r"model.norm.weight is an array of key<fry>, not of numbers: omit it",
+    ),
     "deleted": (with_tensor(NORM, deleted), "model.norm.weight was deleted or donated"),
     "NaN": (with_tensor(NORM, lambda it: it.at[1].set(np.nan)), "model.norm.weight has .*NaN or"),
     "infinite": (with_tensor(QUERY, lambda it: it.at[1, 1].set(np.inf)), "q_proj.weight has .*inf"),

@@ -1,6 +1,7 @@
 """`jpaged.serve.serve` serves an engine of the calling process over HTTP."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -17,6 +18,8 @@ from stub.stub_engine import StubEngine
 
 from jpaged import Engine
 from jpaged.serve import serve
+from jpaged.serve.engine.worker import EngineWorker
+from jpaged.serve.http import attached
 from jpaged.serve.options import make_serve_config
 
 SCRIPT = """
@@ -26,6 +29,8 @@ from examples.plain_jax_llama import load
 from jpaged import Engine, SamplingParams, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.serve import serve
+from jpaged.serve.engine.worker import EngineWorker
+from jpaged.serve.http import attached
 
 model, params = load(EMBEDDED_MODEL)
 options = {"num_blocks": 129, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -121,3 +126,16 @@ def test_port_in_use_is_an_error_of_serve():
         other.listen()
         with pytest.raises(RuntimeError, match=r"the HTTP server ended \(exit code 1\)"):
             serve(engine, port=other.getsockname()[1])
+
+
+@pytest.mark.full
+def test_interrupt_before_the_server_is_ready_ends_serve(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted(EngineWorker):
+        def run(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().run()
+
+    monkeypatch.setattr(attached, "EngineWorker", Interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    serve(cast(Engine, StubEngine()), port=0)
+    assert signal.getsignal(signal.SIGINT) is before

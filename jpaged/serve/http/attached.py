@@ -24,9 +24,12 @@ from jpaged.serve.options import Flags, ServeConfig, make_serve_config
 _EXIT_TIMEOUT_S = 10.0
 """Seconds for the HTTP process to end after the engine has stopped."""
 
+_CODES_OF_SIGTERM = -signal.SIGTERM, 128 + signal.SIGTERM
+"""Exit codes of an HTTP process that SIGTERM ended before its start, or a second time."""
+
 
 def serve(engine: Engine, **options: Any) -> None:
-    """Serve an engine until SIGTERM or Ctrl-C arrives.
+    """Serve an engine until SIGTERM or Ctrl-C arrives. A second signal aborts requests in flight.
 
     Call the function in the thread that uses the engine. Afterwards, the engine can be used again.
 
@@ -45,33 +48,38 @@ def serve(engine: Engine, **options: Any) -> None:
     child = processes.Child("jpaged.serve.http.attached", is_group_leader=True)
     try:
         processes.send(child.sock, json.dumps(asdict(config)).encode())
-        with _forward_signals(child.process):
+        with _forward_signals(child.process) as forwarded:
             EngineWorker(engine, processes.MessageSocket(child.sock)).run()
             code = child.exit_code(_EXIT_TIMEOUT_S)
     finally:
         child.kill_and_close()
-    if code:
+    if code and not (forwarded and code in _CODES_OF_SIGTERM):
         why = processes.describe_exit(code)
         raise RuntimeError(f"the HTTP server ended ({why}): its log says why")
 
 
 @contextmanager
-def _forward_signals(process: subprocess.Popen[Any]) -> Iterator[None]:
+def _forward_signals(process: subprocess.Popen[Any]) -> Iterator[list[int]]:
     """In the `with` block, forward SIGTERM and SIGINT to another process, both as SIGTERM.
 
     Python handles signals only in the main thread, so other threads forward nothing.
+
+    Yields:
+        The signals that have arrived.
     """
+    arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield arrived
         return
 
     def forward(number: int, frame: object) -> None:
+        arrived.append(number)
         process.send_signal(signal.SIGTERM)
 
     numbers = signal.SIGTERM, signal.SIGINT
     before = [signal.signal(number, forward) for number in numbers]
     try:
-        yield
+        yield arrived
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
