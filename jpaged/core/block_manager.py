@@ -349,9 +349,7 @@ class BlockManager:
             ValueError: A prefix is pinned; the cache is unchanged.
         """
         if self.pins:
-            raise ValueError(
-                f"{len(self.pins)} prefixes are pinned: unpin them, then reset the cache"
-            )
+            raise ValueError(f"{len(self.pins)} prefixes are pinned: unpin them first")
         self.end_sharing(sequences)
 
     def end_sharing(self, sequences: Iterable[Sequence]) -> None:

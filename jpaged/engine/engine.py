@@ -702,7 +702,7 @@ class Engine:
     def _check_paused(self, name: str) -> None:
         """Raise RuntimeError if a request is unfinished and the engine launches steps."""
         num_unfinished = len(self._loop.requests)
-        if num_unfinished and not (self.is_paused or self.is_sleeping):
+        if num_unfinished and self.can_advance:
             raise RuntimeError(
                 f"{name}: {format_count(num_unfinished, 'request')} unfinished: call pause() "
                 "first, or finish or abort all requests"
@@ -744,6 +744,15 @@ class Engine:
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps: `sleep` was called, but `wake_up` was not called after it."""
         return self._loop.is_sleeping
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether the engine can launch steps: it is awake, is not paused, and has weights."""
+        return self._loop.can_advance
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if an earlier step or update has failed and has ended the engine."""
+        self._loop.check_alive()
 
     @property
     def weights_version(self) -> int:

@@ -186,6 +186,11 @@ class EngineLoop:
         while self._steps_in_flight and self._failure is None:
             self._read_step()
 
+    @property
+    def can_advance(self) -> bool:
+        """Whether the engine is awake, not paused, and has weights."""
+        return not (self.is_paused or self.is_sleeping) and self._has_weights
+
     def check_running(self) -> None:
         """Raise RuntimeError if the engine cannot launch steps now."""
         if self._failure is not None:

@@ -304,7 +304,8 @@ def _flatten(params: Any) -> tuple[dict[str, Any], bool]:
     elif not isinstance(params, nnx.State):
         raise TypeError(
             f"params is a {type(params).__name__}: pass a dict from the names of a checkpoint's "
-            "tensors to JAX arrays, or an nnx.State of the engine's model"
+            "tensors to JAX arrays, an nnx.State of the engine's model, or the pathlib.Path of a "
+            "folder with safetensors files"
         )
     found = {}
     for keys, leaf in jax.tree.leaves_with_path(params):

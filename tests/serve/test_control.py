@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serve_helpers import ANSWER, QUESTION, Server, bearer
 
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.errors import RequestError
+from jpaged.models import live_weights
+from jpaged.models.checkpoint import TensorInfo, read_tensor_infos
 from jpaged.serve.options import ServeConfig, read_flags
 
 PATHS = ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights")
@@ -61,6 +64,17 @@ def test_control_key_is_needed_and_opens_nothing_else(serve: Callable[..., None]
         assert (await server.http.get("/v1/models", headers=bearer("client"))).status_code == 200
 
     serve(scenario, api_keys=("client",), **CONTROL)
+
+
+def test_control_key_is_needed_however_the_path_is_written(serve: Callable[..., None]):
+    async def scenario(server: Server) -> None:
+        mounted = httpx.ASGITransport(server.app, root_path="/api")
+        async with httpx.AsyncClient(transport=mounted, base_url="http://jpaged") as http:
+            for client, path in ((server.http, "/pause%0A"), (http, "/api/pause")):
+                assert (await client.post(path)).status_code == 401
+        await server.canary()
+
+    serve(scenario, **CONTROL)
 
 
 def test_paused_request_continues_after_the_pause(serve: Callable[..., None]):
@@ -117,6 +131,7 @@ def test_sleeping_server_wakes_up(serve: Callable[..., None]):
         request = start_request(server)
         await asyncio.sleep(0.05)
         assert (server.serving.is_healthy, request.done()) == (True, False)
+        assert "the engine is sleeping" in await refused(server, "/pause?mode=wait", 400)
         assert await post(server, "/wake_up") == AWAKE
         assert (await request)["choices"][0]["text"] == ANSWER
 
@@ -128,6 +143,7 @@ def test_wrong_arguments_are_refused(serve: Callable[..., None]):
         for path, message in {
             "/sleep?level=3": "level='3' is unknown: pass 1 or 2",
             "/pause?mode=drain": "mode='drain' is unknown: pass 'keep', 'wait' or 'abort'",
+            "/pause?mode=wait&recompute=true": "recompute=True needs mode='keep', not 'wait'",
             "/pause?recompute=1": "recompute='1' is unknown: pass true or false",
             "/pause?clear_cache=true": "clear_cache is not a parameter of this path: use mode or",
             "/resume?now=1": "now is not a parameter of this path: omit it",
@@ -163,12 +179,44 @@ def test_weights_come_only_from_the_allowed_folder(serve: Callable[..., None], t
             message = await refused(server, "/update_weights", 400, json={"path": path})
             assert expected in message
             assert str(tmp_path) not in message
+        too_large = {"path": "good", "version": 2**64}
+        assert "version=" in await refused(server, "/update_weights", 400, json=too_large)
         body = {"path": "good", "version": 12}
         answer = await server.http.post("/update_weights", headers=KEY, json=body)
         assert answer.json() == AWAKE | {"weights_version": 12}
         await server.canary()
 
     serve(scenario, weights_folder=root, **CONTROL)
+
+
+def test_server_without_weights_waits_for_them(
+    serve: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("good", "broken"):
+        (tmp_path / name).mkdir()
+    shutil.copy(EMBEDDED_MODEL / "model.safetensors", tmp_path / "good")
+
+    def read(folder: Path) -> list[TensorInfo]:
+        if folder.name == "broken":
+            raise PermissionError(13, "Permission denied", str(folder / "model.safetensors"))
+        return read_tensor_infos(folder)
+
+    monkeypatch.setattr(live_weights, "read_tensor_infos", read)
+
+    async def scenario(server: Server) -> None:
+        await post(server, "/sleep?level=2")
+        assert await post(server, "/wake_up") == AWAKE
+        request = start_request(server)
+        async with asyncio.timeout(10):
+            while not server.engine.stats().num_waiting:
+                await asyncio.sleep(0.001)
+        message = await refused(server, "/update_weights", 400, json={"path": "broken"})
+        assert "Permission denied: 'broken/model.safetensors'" in message
+        assert not request.done()
+        await post(server, "/update_weights", json={"path": "good"})
+        assert (await request)["choices"][0]["text"] == ANSWER
+
+    serve(scenario, weights_folder=tmp_path, **CONTROL)
 
 
 def test_control_options_are_checked(tmp_path: Path):

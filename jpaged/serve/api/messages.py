@@ -394,7 +394,9 @@ class MessagesGeneration(ChatGeneration):
     def _check_finished(self) -> None:
         """Raise ApiError if the answer was cut short: Anthropic has no `stop_reason` for that."""
         if self._answer_events(0).finish_reason == "abort":
-            raise unavailable_error("the answer was cut short because the server is shutting down")
+            raise unavailable_error(
+                "the server was paused or is shutting down, so it ended the answer"
+            )
 
     def _message(self) -> JsonObject:
         """Return the message object. If the answer is streamed, the text in `content` is empty."""

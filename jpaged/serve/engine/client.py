@@ -332,8 +332,8 @@ class EngineClient:
         self._num_controls += 1
         control_id = self._num_controls
         self._controls[control_id] = asyncio.get_running_loop().create_future()
-        self._send(ControlEngine(control_id, action, arguments))
         try:
+            self._send(ControlEngine(control_id, action, arguments))
             result = await self._controls[control_id]
         finally:
             del self._controls[control_id]

@@ -111,9 +111,8 @@ class EngineWorker:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether the engine has steps to run."""
-        engine = self._engine
-        return engine.has_work and not (engine.is_paused or engine.is_sleeping)
+        """Whether the engine has steps to run, and can run them."""
+        return self._engine.has_work and self._engine.can_advance
 
     def _send(self, report: Report) -> None:
         self._link.send(encode(report))
@@ -206,7 +205,9 @@ class EngineWorker:
         """Carry out a command and report its result. A pause with mode="wait" begins later."""
         engine, arguments, error = self._engine, dict(command.arguments), None
         folder = arguments.pop("path", None)
-        if command.action == "pause" and arguments.get("mode") == "wait" and not engine.is_paused:
+        is_wait = command.action == "pause" and arguments.get("mode") == "wait"
+        # `Engine.pause` refuses to wait for requests that cannot end, and refuses `recompute`.
+        if is_wait and engine.can_advance and not arguments.get("recompute"):
             self._pending_pause = command
             return
         try:
@@ -214,7 +215,7 @@ class EngineWorker:
                 engine.update_weights(Path(folder), **arguments)
             elif command.action != "state":
                 getattr(engine, command.action)(**arguments)
-        except (TypeError, ValueError, RuntimeError) as problem:
+        except (TypeError, ValueError, RuntimeError, OSError) as problem:
             log_line(f"{command.action}: {problem}")
             text = str(problem)
             if folder is not None:  # the client may not see where the server keeps its files
@@ -230,7 +231,7 @@ class EngineWorker:
             )
         )
         if error is not None:
-            engine.advance()  # raises if the error has ended the engine
+            engine.check_alive()
 
     def _end_pending_pause(self, command: ControlEngine) -> None:
         """Pause the engine, and handle the commands that arrived in the meantime."""

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
@@ -220,11 +220,10 @@ class App:
         ]
         if config.dashboard:
             routes += dashboard_routes(serving)
-        self._control_paths: frozenset[str] = frozenset()
+        self._control_routes: list[Route] = []
         if config.control_api_keys:
-            control = ControlEndpoints(serving, self._bodies)
-            routes += control.routes
-            self._control_paths = control.paths
+            self._control_routes = ControlEndpoints(serving, self._bodies).routes
+            routes += self._control_routes
         self._router = Router(routes, redirect_slashes=False, default=_raise_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,7 +241,9 @@ class App:
         if scope["type"] != "http":
             return
         try:
-            is_control = scope["path"] in self._control_paths
+            # Ask the routes: they also match a path with a line break at its end, and a path below
+            # the `root_path` of a program that mounts the server.
+            is_control = any(it.matches(scope)[0] is not Match.NONE for it in self._control_routes)
             (self._control_access if is_control else self._access).check(scope)
             # If "app" is set in the scope, Starlette's routes raise errors instead of sending plain
             # text.

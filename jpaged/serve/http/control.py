@@ -32,7 +32,8 @@ class UpdateWeightsRequest(Body, frozen=True, kw_only=True):
     """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    version: Annotated[int, Meta(ge=0)] | None = None
+    # JSON clients read larger numbers inexactly.
+    version: Annotated[int, Meta(ge=0, le=2**53 - 1)] | None = None
 
 
 class ControlEndpoints:
@@ -40,7 +41,6 @@ class ControlEndpoints:
 
     Attributes:
         routes: The routes.
-        paths: Paths of the routes.
     """
 
     def __init__(self, serving: ServerState, bodies: BodyReader):
@@ -54,7 +54,6 @@ class ControlEndpoints:
             Route("/is_sleeping", self._call("state"), methods=["GET"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
         ]
-        self.paths = frozenset(route.path for route in self.routes)
 
     def _call(self, action: str) -> Callable[[Request], Any]:
         """Return an endpoint that calls a method of the engine without arguments."""
