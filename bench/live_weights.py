@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.common import EMBEDDED, FORMATS, SHAPES, add_format_option, new_engine
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine
 from jpaged.models.config import ModelConfig
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kv-cache-gb", type=float, default=8.0)
     add_format_option(parser)
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for shape in args.shape:
         for form in args.format:

@@ -132,11 +132,11 @@ class WeightVersions:
     token that this version made)."""
 
     def __init__(self) -> None:
-        self._starts: list[tuple[int, int]] = []
+        self._starts: list[tuple[int, int]] = [(0, 0)]
 
     def add(self, version: int, index: int) -> None:
         """Record that the weights `version` make all tokens from `index` on."""
-        if self._starts and self._starts[-1][1] == index:
+        if self._starts[-1][1] == index:
             self._starts.pop()
         if not self._starts or self._starts[-1][0] != version:
             self._starts.append((version, index))
