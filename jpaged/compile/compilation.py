@@ -160,7 +160,8 @@ def is_autotuned(device: Any, split: SplitModel, sizing: Sizing) -> bool:
 
     Args:
         device: One of the engine's devices.
-        split: The model, or its shapes.
+        split: The model, split into its definition and its parameters. The parameters may be shapes
+            instead of arrays.
         sizing: Sizing of the engine, which determines the row counts of the matrix products.
     """
     record = install_gemm_record(device)

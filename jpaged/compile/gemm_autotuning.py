@@ -90,7 +90,7 @@ class AutotuningCompiler(Compiler):
     again. This second measurement is less exact.
 
     Args:
-        model: The model, or its shapes.
+        model: The model. Its parameters may be shapes instead of arrays.
         backend: Implementation of the kernels.
         folder: Folder in which XLA keeps its measurements; None if XLA keeps them in memory.
     """
@@ -141,7 +141,7 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
     algorithms.
 
     Args:
-        model: The model, or its shapes.
+        model: The model. Its parameters may be shapes instead of arrays.
         part: "layer" or "head".
         rows: Number of rows of the products.
         backend: Implementation of the kernels.
@@ -231,7 +231,8 @@ class GemmRecord(msgspec.Struct, frozen=True):
     Attributes:
         rows: For each model, the row counts whose matrix products were measured. The keys are
             results of `weights_digest`.
-        results: Contents of XLA's files of measurements, by path in XLA's folder. In JSON, the
+        results: Contents of the files in which XLA stores its measurements. The key is the path of
+            the file, relative to XLA's folder of measurements (`autotuning_folder`). In JSON, the
             contents are base64.
     """
 
@@ -255,10 +256,10 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
     """Return the compiler for an engine's programs, in the engine's process or in a worker.
 
     Args:
-        model: The model, or its shapes.
+        model: The model. Its parameters may be shapes instead of arrays.
         backend: Implementation of the kernels.
-        has_gemm_record: Whether XLA has nothing to measure, because a record covers the matrix
-            products or the device is a CPU.
+        has_gemm_record: Whether XLA has nothing to measure: a record covers all matrix products of
+            the programs, or the device is a CPU.
 
     Returns:
         A `Compiler` or an `AutotuningCompiler`. For a user's model, the result is always a
@@ -320,7 +321,8 @@ def read_record(path: Path) -> GemmRecord:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is damaged, or a name in the record leads outside XLA's folder.
+        ValueError: The file is damaged, or a key of `GemmRecord.results` is not the relative path
+            of a file inside XLA's folder of measurements.
     """
     record = msgspec.json.decode(path.read_bytes(), type=GemmRecord)
     for name in record.results:
@@ -350,5 +352,5 @@ def _cublas_version() -> str:
 
 
 def autotuning_folder(cache: Path) -> Path:
-    """Return the folder of XLA's measurements inside JAX's compilation cache."""
+    """Return the folder in which XLA stores its measurements, inside JAX's compilation cache."""
     return cache / "xla_gpu_per_fusion_autotune_cache_dir"

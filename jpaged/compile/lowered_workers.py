@@ -1,7 +1,7 @@
 """Worker processes that compile lowered programs of a user's model (docs/decisions/0012).
 
-Only the engine's process can trace a user's functions. It stores each lowered program, and a worker
-compiles the stored program, whose executable the engine then finds in JAX's cache.
+Only the engine's process can trace a user's functions. It stores each lowered program. A worker
+compiles the stored program, and the engine then finds the executable in JAX's cache.
 """
 
 import gc
@@ -45,10 +45,10 @@ class LoweredProgram:
     options: dict[str, str]
 
     def compile(self) -> None:
-        """Compile the program, which stores the executable in JAX's cache.
+        """Compile the program. JAX then stores the executable in its cache of compiled programs.
 
         The lowered text equals the result of `Recipe.lower`, so the engine finds the executable in
-        JAX's cache.
+        this cache.
         """
         payload = read_payload(Path(self.path))
         if payload is None:
@@ -91,11 +91,12 @@ class LoweredPool:
         self._messages: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
-        # Workers that compile nothing more.
+        # Indices of the workers that have ended.
         self._ended: set[int] = set()
-        # Whether a program with the user's functions could not be stored. If so, the thread of the
-        # engine's builder traces all other programs, because two threads must not call the user's
-        # functions at the same time.
+        # Whether a program that calls the user's functions could not be stored. The engine's
+        # process then traces this program in another thread. Two threads must not call the user's
+        # functions at the same time, so that thread also traces every later program that calls
+        # them, and workers get no such program.
         self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":
@@ -111,7 +112,11 @@ class LoweredPool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Start no worker, and return False. Only `iter_compiled` starts the workers."""
+        """Return False, which tells the caller that no worker runs yet.
+
+        `CompilePool.start` starts its workers here. In this class, only `iter_compiled` starts
+        workers.
+        """
         return False
 
     def iter_compiled(

@@ -231,7 +231,8 @@ class Recipes:
     selects one compiled variant of a step, such as the variant for 8 rows.
 
     Args:
-        split: The model, or its shapes.
+        split: The model, split into its definition and its parameters. The parameters may be shapes
+            instead of arrays.
         shapes: Shapes of the arrays that stay on the device.
         config: Sizes and limits of the runtime.
         shared_calls: Object that calls functions which several programs share; None to create one.

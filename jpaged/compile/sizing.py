@@ -113,7 +113,8 @@ class Sizing:
     Args:
         config: Options of the engine.
         model: Configuration of the whole model.
-        split: The model, or its shapes.
+        split: The model, split into its definition and its parameters. The parameters may be shapes
+            instead of arrays.
         dtype: Dtype of the weights, and of the pool if the model sets no other dtype.
         devices: Devices of the engine.
 
@@ -336,8 +337,8 @@ def platform_defaults(device: Any, weight_bytes: int) -> PlatformDefaults:
 
 
 def _memory_limit(device: Any) -> int | None:
-    """Return the number of free bytes on a device that JAX may use; None if the device has no
-    memory limit."""
+    """Return how many more bytes JAX can allocate on a device: JAX's memory limit minus the bytes
+    that are in use. Return None if the device has no memory limit."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None

@@ -342,17 +342,18 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    The digest in the name of a stored file covers the code of jpaged's models. For a `JaxDecoder`,
-    it also covers the user's functions (`Recipe.digest`). Programs of other models are not stored.
+    The name of a stored file is a digest. It covers the code of jpaged's models, and the functions
+    of a user's `JaxModel` (`Recipe.digest`). The digest covers no other model code, so the programs
+    of a model class that is defined outside `jpaged` are not stored.
 
     Args:
         cache: The engine's `compilation_cache_dir`.
         model_config: Configuration of one device's shard of the model.
-        model: The model, or its shapes.
+        model: The model. Its parameters may be shapes instead of arrays.
         device: Device that the programs run on.
 
     Returns:
-        The store; None without a cache, or for a model with code outside `jpaged`.
+        The store; None if `cache` is None, or if the model's class is defined outside `jpaged`.
     """
     is_known = isinstance(model, StepModel) and type(model).__module__.startswith("jpaged.")
     if cache is None or not is_known:

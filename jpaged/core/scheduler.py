@@ -496,10 +496,12 @@ class Scheduler:
                 step.planning_errors.setdefault(request, error)
 
     def _requests_to_continue(self, step: PlanBuilder) -> list[Request]:
-        """Return the running requests that the step continues. These are all running requests,
-        unless the goal of the step is throughput and prompts alone can fill the step. In that case,
-        only the last running request continues, if its prompt is partly computed. All other running
-        requests must be decoding, and skip the step.
+        """Return the running requests that the step continues: usually all running requests.
+
+        Requests that are decoding skip the step if all of these conditions hold: the goal of the
+        step is throughput, priorities are off, prompts alone can fill the step, and all running
+        requests except perhaps the last one are decoding. The step then continues only the last
+        request, if its prompt is partly computed.
         """
         running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:

@@ -58,7 +58,12 @@ class RequestQueue:
         return len(self._requests) + sum(r.num_rows - 1 for r in self._groups.values())
 
     def add(self, request: Request) -> None:
-        """Insert a request in sort order. A queued request must not increase its `num_rows`."""
+        """Insert a request in sort order.
+
+        While the request is queued, its `num_rows` (its maximum number of sequences in a step) must
+        not grow. If `num_rows` is 1 when the request is added, the queue always counts one row for
+        the request.
+        """
         name, requests = request.request_id, self._requests
         is_last = not requests or self.last.sort_key < request.sort_key
         is_first = not is_last and request.sort_key < self.first.sort_key
@@ -100,11 +105,12 @@ class RequestQueue:
 
 
 class SequenceTable:
-    """Table of sequences, and the changes of their device rows that the next plan must contain.
+    """Table of sequences. It also collects the device-row changes that the next plan must contain.
 
     Attributes:
         by_id: All sequences by id.
-        draining: Ended sequences whose blocks steps in flight may still write, by id.
+        draining: Ended sequences by id. Their blocks are not freed yet, because steps in flight may
+            still write to the blocks.
     """
 
     def __init__(self, manager: BlockManager):
@@ -224,8 +230,10 @@ def check_queues(
         max_num_seqs: Maximum number of running sequences.
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
-        speculates: Whether speculative decoding is on. A step in flight may then return no token,
-            so pending tokens may exceed a request's maximum.
+        speculates: Whether speculative decoding is on. A step then returns several tokens if drafts
+            are accepted, so a request may reach its `max_num_tokens` before its last step in flight
+            is read. That step returns no token, but still counts as one pending token. Therefore
+            only tokens that the host has read are compared with `max_num_tokens`.
 
     Raises:
         IntegrityError: A queue or a request is inconsistent.

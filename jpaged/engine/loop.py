@@ -69,10 +69,11 @@ class EngineLoop:
     Args:
         scheduler: Scheduler that plans the steps.
         runner: Model runner that launches the steps.
-        mode: Mode of the loop.
+        mode: Whether the loop launches a step before (`LoopMode.OVERLAPPED`) or after
+            (`LoopMode.SYNCHRONOUS`) it reads the tokens of the previous step.
         mask_client: Client of the mask worker; None without grammars.
-        shared_parameters: Names of the model's parameters, if they are arrays of the caller, who
-            may delete or donate them.
+        shared_parameters: Names of the model's parameters if the caller owns their arrays, and may
+            thus delete or donate them; empty if the engine owns the arrays.
 
     Attributes:
         scheduler: Scheduler that plans the steps.
@@ -427,8 +428,10 @@ class EngineLoop:
     def _launch(self, plans: list[StepPlan], goal: SchedulingGoal) -> list[StepHandle]:
         """Launch the plans that `_schedule` returned, and return the handles of the launched steps.
 
-        A full burst is launched as one program. If the last plan has rows with a grammar, only its
-        layers are launched, and the step becomes `_unsampled_step`.
+        Plans without a grammar are launched as one program if they form a full burst (`burst_steps`
+        plans), and one by one otherwise. Only the last plan may have rows with a grammar. Its
+        sampling must wait for the masks of these rows, so this method launches only the layers of
+        the model for that plan, and stores the step in `_unsampled_step`.
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans

@@ -68,9 +68,9 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of token rows up to the last row of a running sequence. Later rows are padding.
+        """Number of token rows before the padding rows at the end.
 
-        Rows of finished sequences before this row are counted too.
+        Rows of a finished sequence are counted only if rows of a running sequence follow them.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]

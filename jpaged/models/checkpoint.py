@@ -66,8 +66,8 @@ _SUFFIX_ALIASES = (
     (".self_attn.v_scale", ".self_attn.attn.v_scale"),
     (".self_attn.kv_scale", ".self_attn.attn.kv_scale"),
 )
-"""Pairs of tensor-name suffixes: the suffix in weight rules, and a suffix that some FP8 checkpoints
-use instead."""
+"""Pairs of tensor-name suffixes: the suffix that a `WeightRule` has, and a suffix that some FP8
+checkpoints use instead."""
 
 
 class CheckpointError(ValueError):
@@ -247,8 +247,9 @@ def resolve_checkpoint(model: str | Path) -> Path:
             )
             folder = Path(fetched)
             if not any(folder.glob("*.safetensors")):
-                # Without a network, `snapshot_download` returns the cached folder, which may hold
-                # only the config from `check_model`. `model_info` then raises the network's error.
+                # Without a network, `snapshot_download` raises no error if the folder is cached.
+                # The folder may then hold only config.json, which `check_model` downloaded. Call
+                # `model_info`, which raises the network error.
                 model_info(str(model))
     return folder
 

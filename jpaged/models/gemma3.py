@@ -101,7 +101,8 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
-    """Return LLaMA's weight rules with Gemma 3's norms; the image encoder's tensors are ignored."""
+    """Return the mapping from checkpoint tensors to parameters for Gemma 3: LLaMA's mapping, with
+    Gemma 3's norms. The tensors of the image encoder are ignored."""
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
     return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

@@ -44,8 +44,8 @@ _TRACED_LOGITS_ROWS = 3
 class JaxModel:
     """A decoder-only model in plain JAX, which `Engine(model=..., params=...)` serves.
 
-    Both functions are compiled by the engine, so they must be traceable, as for `jax.jit`.
-    `docs/your_model.md` has an example.
+    The engine compiles the functions `forward` and `logits`, so both must be traceable, as for
+    `jax.jit`. `docs/your_model.md` has an example.
 
     Attributes:
         forward: Function `forward(params, tokens, positions, step)` that returns the hidden states
@@ -272,7 +272,8 @@ class JaxParameters:
 
     @property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the parameters, which are the caller's arrays, in the order of the engine."""
+        """Name of each parameter, such as `params['w']`, in the order in which the model runner
+        stores the parameters. The caller owns all these arrays."""
         leaves = jax.tree.leaves_with_path(self.shapes)
         return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
 

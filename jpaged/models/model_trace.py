@@ -1,4 +1,4 @@
-"""Check the traced functions of a user's model for sums that depend on the batch."""
+"""Check a user's functions for sums that depend on the batch, and compute digests of them."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -107,17 +107,18 @@ def _user_line(*equations: Any) -> str:
 
 
 class ModelDigests:
-    """Digests of a user's functions, which show whether a stored program was compiled from the same
-    functions.
+    """Computes digests of a user's functions. An equal digest shows that a stored program was
+    compiled from the same functions.
 
-    A digest covers the lowered text of the functions, with the constants in it, for the numbers of
-    rows of one program. Python code may compute differently for other numbers of rows. Calls of
-    jpaged's operations are not lowered to kernels, so a digest costs much less than the program.
+    Each program has its own digest, because Python code may branch on the number of rows. For a
+    digest, the functions are lowered with the row counts of the program, and the lowered text with
+    its constants is hashed. Calls of jpaged's operations are not lowered to kernels, so a digest
+    takes much less time than lowering the program.
 
     Args:
         model: The model.
         sizes: Sizes of the model and of its pool.
-        params: Shapes and dtypes of the parameters. No argument refers to the arrays themselves.
+        params: Shapes and dtypes of the parameters, so that this object keeps no arrays in memory.
         dtype: Dtype of the hidden states.
     """
 

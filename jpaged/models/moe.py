@@ -69,13 +69,12 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
-    """Return Mistral's weight rules with experts instead of dense feed-forwards."""
+    """Return the mapping from checkpoint tensors to parameters for Mixtral: Mistral's mapping, with
+    experts instead of dense feed-forwards."""
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
-    """Return LLaMA's weight rules with query and key norms, and with experts.
-
-    Qwen3-MoE and OLMoE have such layers.
-    """
+    """Return the mapping from checkpoint tensors to parameters for Qwen3-MoE and OLMoE: LLaMA's
+    mapping, with experts and with norms of queries and keys."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

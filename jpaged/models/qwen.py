@@ -102,5 +102,6 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
-    """Return LLaMA's weight rules with the norms of query and key heads."""
+    """Return the mapping from checkpoint tensors to parameters for Qwen3: LLaMA's mapping, with
+    norms of query and key heads."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

@@ -219,8 +219,8 @@ class ToolCallParser(StreamParser):
         ends.
 
         Args:
-            closing_tag: A tag that ends the object if the brace is missing. The end of the answer
-                then ends the object too. If empty, only a brace ends the object.
+            closing_tag: If not "", the object may also end without a brace: before this tag, or at
+                the end of the answer. If "", only a brace ends the object.
         """
         stream = self._stream
         yield from stream.take_whitespace()

@@ -128,8 +128,8 @@ class CallGrammar:
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
-        """Yield the rules that `_sequence_rules` returns, and one rule `call_i` for each function
-        with index `i`."""
+        """Yield the rules from `_sequence_rules`, and for each index `i` in `functions`, a rule
+        `call_i` that matches a call of this function."""
         raise NotImplementedError
 
     @property
@@ -171,11 +171,15 @@ class CallGrammar:
         return json_rule(_closed_schema(function) if self._is_enforced(function) else _ANY_OBJECT)
 
     def _sequence_rules(self, start: str, separator: str, end: str) -> Iterator[str]:
-        """Yield the grammar rules `calls` and `call`. `calls` is one or more calls without text
-        between them.
+        """Yield the grammar rules `calls` and `call`.
+
+        The rule `calls` matches `start`, one or more calls joined by `separator`, and `end`. It
+        allows no other text between the calls. The rule `call` matches one call of any function.
 
         Args:
-            start, separator, end: Parts of the rule `calls` before, between and after the calls.
+            start: Part of the rule `calls` before the first call, in Lark syntax; may be "".
+            separator: Part between two calls; may be "".
+            end: Part after the last call; may be "".
         """
         repeats = self.parallel and (self._is_one_list or not self.has_text)
         again = f"({separator} call)*" if repeats else ""

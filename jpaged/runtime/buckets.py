@@ -166,12 +166,15 @@ def _verify_sizes(
 
 
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
-    """Return the batch sizes of bursts.
+    """Return the batch sizes of bursts; empty if `num_steps` is 1.
 
-    The result contains the smallest decode batch size, because a request often runs alone, and the
-    largest decode batch size of at most `SMALL_BATCH_SEQS`. Of the larger decode batch sizes, it
-    contains the powers of two and the maximum, if a burst of that size has at most `MAX_BURST_ROWS`
-    rows. All other sizes are left out, because each size adds two programs to compile.
+    Each size adds two programs to compile, so the result contains only three kinds of decode batch
+    sizes:
+
+    - The smallest size, because a request often runs alone.
+    - The largest size up to `SMALL_BATCH_SEQS`.
+    - Above `SMALL_BATCH_SEQS`, every power of two and the largest size. A size is left out if its
+      product with `num_steps` exceeds `MAX_BURST_ROWS`.
     """
     if num_steps == 1:
         return ()

@@ -136,14 +136,15 @@ def pack_tokens(
 
 
 def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowTokens:
-    """Set tokens of device rows for sequences that join the batch.
+    """Store the tokens of sequences that join the batch in the sequences' device rows.
 
     The function does not change the lengths of rows. Each step sets the lengths of the rows that it
     computes.
 
     Args:
         row_tokens: Tokens of all rows. Donate them to update them in place.
-        entries: Array from `pack_tokens`: E rows, positions and tokens.
+        entries: Array from `pack_tokens` with E entries. Each entry is a column with a device row,
+            a position in the row, and the token to store there.
     """
     rows, positions, tokens = entries
     history = row_tokens.history.at[rows, positions].set(tokens, mode="drop")

@@ -70,7 +70,7 @@ class UnsampledStep:
         plan: The plan that the step computes.
         scheduled: The plan's sequences, in the order of the step's rows.
         num_rows: Number of rows of the logits; rows after `scheduled` are padding.
-        row_indices: Index of the step's row that computes each of the plan's sequences.
+        row_indices: For each of the plan's sequences, the index of the step's row that computes it.
         level: Sampling level that has the features of every row.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
@@ -359,8 +359,8 @@ class ModelRunner:
         does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        # Look up the rows of one plan after another, because a plan may release rows that an
-        # earlier plan uses.
+        # Look up a plan's rows before the row changes of the next plan: the next plan may release
+        # rows that this plan uses.
         for plan in plans:
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))

@@ -200,8 +200,9 @@ def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
 def sampler_levels(
     config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels to compile. A batch runs at the first compiled level that has the
-    features of all its rows.
+    """Return the sampling levels (sets of sampling features) that sample steps are compiled for.
+
+    A batch runs at the first of these levels that has the features of all its rows.
 
     If the vocabulary is split over devices, the levels that need no whole rows of logits come
     first. At these levels, `sample` does not gather the logits of all devices.
@@ -223,7 +224,8 @@ def num_scored_rows(config: RuntimeConfig, num_tokens: int) -> int:
 
 
 def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels for which to compile verify steps."""
+    """Return the sampling levels (sets of sampling features) that verify steps are compiled for:
+    all `VERIFY_LEVELS`, or the first and the last of them if `few_programs` is set."""
     if config.few_programs:
         return VERIFY_LEVELS[0], VERIFY_LEVELS[-1]
     return VERIFY_LEVELS

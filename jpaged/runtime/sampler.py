@@ -90,7 +90,7 @@ class SamplingRows(NamedTuple):
     """Whether the request needs the log-probabilities of the row's token."""
     is_ranked: Bool[Array, "B"]
     """Whether the scores rank the request's answers (`best_of`, `beam_width`). The row's scores are
-    then log-probabilities in every mode."""
+    then log-probabilities, whatever `logprobs_mode` is."""
 
 
 class SamplingState(NamedTuple):
@@ -184,11 +184,15 @@ def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
 
 
 class RowMarks(NamedTuple):
-    """Tokens of a sequence that joins the batch, and a number ("mark") per token for `token_state`.
+    """Tokens of a sequence that joins the batch, and a number ("mark") for each token.
 
-    `tokens` and `marks` are int32 [L]. `load_rows` adds the marks to the entries of the tokens.
-    Prompt tokens come first, with the mark `IN_PROMPT`. Output tokens follow, with the mark 1,
-    which counts them. End tokens come last, with the mark `IS_ENDING`; each end token appears once.
+    `SamplingState.token_state` has one number for each token id in the sequence's device row.
+    `load_rows` initializes these numbers from the marks: it sets the number of a prompt token to
+    `IN_PROMPT`, and adds the marks of all other tokens.
+
+    `tokens` and `marks` are int32 [L]. Prompt tokens come first, with the mark `IN_PROMPT`. Output
+    tokens follow, with the mark 1, so that the sum counts them. End tokens come last, with the mark
+    `IS_ENDING`; each end token appears once.
     """
 
     tokens: np.ndarray
@@ -199,8 +203,7 @@ class RowMarks(NamedTuple):
     def of(
         token_ids: Sequence[int], num_prompt_tokens: int, ending_ids: Collection[int] = ()
     ) -> "RowMarks":
-        """Return a sequence's tokens, each with the number that `load_rows` adds to its
-        `token_state`.
+        """Return the tokens and marks of a sequence.
 
         Args:
             token_ids: Prompt tokens, then output tokens. Only a sequence that was preempted has
@@ -501,7 +504,13 @@ def _processed_logits(
 
     If a row reports log-probabilities and its temperature is not 1, the row's highest logit is
     subtracted. The subtraction keeps the precision at low temperatures, and does not change the
-    log-probabilities. Rows with `is_ranked` report log-probabilities in every mode.
+    log-probabilities.
+
+    Args:
+        distribution: Logits of the rows, and intermediate results of sampling.
+        logprobs_mode: Kind of values that the rows report.
+        is_ranked: Whether the scores rank the answers of the row's request (`best_of`,
+            `beam_width`). Such a row reports log-probabilities, whatever `logprobs_mode` is.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
     if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:

@@ -742,7 +742,12 @@ class StepProgram:
         return "state" in self.arguments
 
     def persistent_arrays(self, names: Iterable[str], sizes: ProgramSizes) -> tuple[str, ...]:
-        """Return which of the persistent arrays `names` a program of these sizes takes."""
+        """Return the names of the persistent arrays that a program of this step takes.
+
+        Args:
+            names: Names of the persistent arrays from which to choose.
+            sizes: Sizes of the program.
+        """
         adjusts = SamplerLevel.ADJUSTED in sizes.get("level", FULL_LEVEL)
         taken = [name for name in names if name in self.arguments]
         return tuple(name for name in taken if adjusts or name != "sampling")

@@ -134,7 +134,8 @@ class SwapChunk(NamedTuple):
 
 
 class IncomingChunk(NamedTuple):
-    """A chunk to swap in, and each block's target block id in the pool; -1 to skip the block."""
+    """A chunk to swap in. `block_ids` has the id of the pool block to which each block of the chunk
+    is written, or -1 for a block that is not wanted."""
 
     block_ids: np.ndarray
     blocks: jax.Array
@@ -229,8 +230,8 @@ class SwapEntries:
             if not is_staged:
                 self._wait_for_room()
                 blocks = to_device(blocks)
-            # Give blocks without a target ids past the end of the pool, which the scatter skips.
-            # All ids differ, because the scatter requires unique ids.
+            # An id of -1 marks a block that is not wanted. Replace each -1 by a different id past
+            # the end of the pool: the scatter skips such ids, and requires unique ids.
             beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
             ids = np.where(ids < 0, beyond, ids)
             scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)
@@ -275,8 +276,9 @@ class SwapEntries:
 
 
 def _select_chunks(chunks: list[SwapChunk], swap: SwapIn) -> Iterator[tuple[SwapChunk, np.ndarray]]:
-    """Yield the chunks of a swap entry that hold wanted blocks. With each chunk, yield the target
-    block id of each of its blocks; -1 if the block is not wanted."""
+    """Yield the chunks of a swap entry that hold wanted blocks. With each chunk, yield an array
+    with one entry per block of the chunk: the id of the pool block to write, or -1 if the block is
+    not wanted."""
     for chunk in chunks:
         ids = np.full(chunk.size, -1, np.int32)
         for index, block_id in swap.copies:

@@ -189,12 +189,15 @@ class LexerPool:
             return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `acquire` would compile a lexer, which takes long for this grammar."""
+        """Return whether `acquire` would have to compile a lexer, and this would take long.
+
+        Return False if the grammar is cheap to compile (`is_cheap`).
+        """
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
-        """Return an existing lexer by the rules of `acquire`; None if a new lexer must be
-        compiled."""
+        """Return an existing lexer that `acquire` may return, and how the answer uses the lexer.
+        Return None if a new lexer must be compiled."""
         with self._lock:
             self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
@@ -233,8 +236,8 @@ class LexerPool:
     def drop_spare(self, min_lexers: int) -> list[Lexer]:
         """Remove and return unused lexers until at most `min_lexers` lexers are in the pool.
 
-        The caller must free them outside the lock, because freeing takes up to a millisecond per
-            MiB.
+        The caller must free the returned lexers while it holds no lock, because freeing takes up to
+        a millisecond per MiB.
         """
         dropped: list[Lexer] = []
         with self._lock:

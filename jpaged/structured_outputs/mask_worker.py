@@ -48,7 +48,7 @@ _HEADER = struct.Struct("=II")
 """Header of a message to the mask worker: its `MaskMessageKind`, and the number of answers."""
 
 _MAX_ANSWER_THREADS = 16
-"""Maximum number of threads that serve single answers."""
+"""Maximum number of threads that make masks one at a time, not in batches."""
 
 _MAX_CHUNK_ANSWERS = 16
 """Maximum number of answers in one timed call of llguidance."""
@@ -57,22 +57,25 @@ _USUAL_ITEM_S = 5e-5
 """Usual seconds per token or mask in one thread of llguidance, rounded up."""
 
 _LATE_CHUNK_S = 5e-4
-"""Seconds beyond the usual time after which a chunk of answers is late: one of them is slow."""
+"""Seconds beyond the usual time after which a chunk of answers counts as late. The cause is then a
+slow answer in the chunk."""
 
 _SLOW_MASK_S = 3e-4
 """CPU seconds above which a mask counts as slow."""
 
 _NUM_TIMED_MASKS = 64
-"""Number of masks that threads make one by one, and time, after a slow mask of the same grammar.
+"""After a slow mask, threads make this number of masks of the same grammar one by one, and measure
+the time of each mask. Later masks are made in batches again.
 
-Only masks that follow a mask with many allowed tokens count. Later masks are made in batches again.
+Only masks that follow a mask with many allowed tokens are counted.
 """
 
 _MAX_TIMED_MASKS = 1024
 """Maximum of `MaskTiming.num_timed_masks`, to which each slow mask adds `_NUM_TIMED_MASKS`."""
 
 _HEAVY_TOKEN_S = 1e-3
-"""CPU seconds for matching one token above which an answer is heavy: its grammar is ambiguous.
+"""CPU seconds for matching one token above which an answer counts as heavy, because its grammar is
+then ambiguous.
 
 Ambiguous grammars need 4 to 8 ms, all others at most 0.2 ms."""
 
@@ -317,7 +320,8 @@ class _WorkerAnswer:
 
 
 _AnswerJob = tuple[_WorkerAnswer, int | None]
-"""Work for a thread: match the token, unless it is None, and make the answer's next mask."""
+"""Job of a thread, as a pair (answer, token): match the token, and make the answer's next mask. If
+the token is None, only make the mask."""
 
 
 class MaskMaker:
@@ -523,7 +527,8 @@ class MaskMaker:
         (self._heavy_queue if answer.is_heavy else self._single_queue).put((answer, token))
 
     def _run_thread(self, queue: SimpleQueue[_AnswerJob]) -> None:
-        """Serve the answers of a queue one by one, forever."""
+        """Take the jobs of a queue one by one, and make the next mask of each job's answer. Never
+        return."""
         while True:
             answer, token = queue.get()
             try:
@@ -540,7 +545,7 @@ class MaskMaker:
             answer = error = None
 
     def _serve(self, answer: _WorkerAnswer, token: int | None) -> BaseException | None:
-        """Match an answer's token, unless it is None, and make the next mask.
+        """Match an answer's token, and make the next mask. If `token` is None, only make the mask.
 
         Returns:
             The answer's error, or None. An answer fails if its masks take too much CPU time on

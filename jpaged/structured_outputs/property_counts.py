@@ -76,10 +76,10 @@ class PropertyCount:
                         counts if self.allows_other_names else {}
                     )
             return
-        # Take an object with at least `min_optional` properties of `optional_names`. Let `names` be
-        # the first `min_optional` of them in the order of `optional_names`. Yield one case for each
-        # possible `names`. The case requires all `names`, and forbids all other optional properties
-        # before the last of `names`. Each such object thus matches exactly one case.
+        # Yield one case for each combination `names` of `min_optional` optional names. The case
+        # requires every name in `names`. It forbids every other optional name that comes before the
+        # last of `names` in `optional_names`. An object with at least `min_optional` optional names
+        # thus matches exactly one case: `names` are the first `min_optional` names that it has.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
@@ -104,6 +104,7 @@ class PropertyCount:
 
     @staticmethod
     def _case(names: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema that requires all `names`, and forbids all other names in `others`."""
+        """Return a schema that requires every name in `names`, and forbids every name in `others`
+        that is not in `names`."""
         forbidden = {name: False for name in others if name not in names}
         return {"type": "object", "required": list(names), "properties": forbidden}

@@ -207,7 +207,11 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def _join_versions(deltas: Sequence[TextDelta]) -> tuple[tuple[int, int], ...]:
-    """Return the weight versions of joined deltas, with indices in the joined tokens."""
+    """Return the `weight_versions` of the delta that joins `deltas`.
+
+    The result has one pair (version, index) for each version of the weights. The index is the
+    position, in the joined tokens, of the first token that this version generated.
+    """
     joined, num_tokens = list[tuple[int, int]](), 0
     for delta in deltas:
         for version, index in delta.weight_versions:

@@ -1,6 +1,6 @@
-"""Tokenizes and detokenizes texts and tries structured-output specs, in forks of a process.
+"""Tokenizes and detokenizes texts and tests structured-output specs, in forks of a process.
 
-Short texts never wait for long texts, and texts never wait for trials of specs. If the client of a
+Short texts never wait for long texts, and texts never wait for tests of specs. If the client of a
 job disconnects, the fork that runs the job is killed.
 """
 
@@ -52,12 +52,12 @@ _MAX_TRIES = 4
 """Maximum number of attempts to run a job, if forks end before the job starts."""
 
 MAX_TRIAL_RESULTS = 1024
-"""Maximum number of remembered trial results, of accepted and of refused specs."""
+"""Maximum number of structured-output specs whose test results are stored, accepted or refused."""
 
 LIMIT_ERROR_TTL_S = 60.0
-"""Seconds for which a trial that exceeded a limit is remembered.
+"""Seconds for which the server refuses a structured-output spec whose test run exceeded a limit.
 
-The same trial may succeed later, when the machine is less busy.
+After this time, the spec is tested again: it may pass when the machine is less busy.
 """
 
 _LIMIT_SIGNALS = frozenset(
@@ -74,7 +74,7 @@ _decoder = msgspec.msgpack.Decoder(TokenizeResult)
 
 
 class TokenizingService:
-    """Tokenizes, detokenizes and tries structured-output specs for the HTTP server.
+    """Tokenizes, detokenizes and tests structured-output specs for the HTTP server.
 
     Args:
         tokenizer: The model's tokenizer, used in this process for single tokens.
@@ -95,7 +95,8 @@ class TokenizingService:
         self._max_token_characters = max(map(len, tokenizer.hf_tokenizer.get_vocab()))
         self._workers = TokenizingWorkers(process, text_timeout)
         self._trial_workers = TokenizingWorkers(process, text_timeout, max_short_bytes=None)
-        # For each job's digest, the trial's result and the time at which the trial ended.
+        # Results of test runs of structured-output specs, each with the time at which the test run
+        # ended. The key is a digest of the `TokenizeJob`.
         self._trial_results: OrderedDict[bytes, tuple[TokenizeResult, float]] = OrderedDict()
         self._trial_locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
             WeakValueDictionary()
@@ -195,13 +196,14 @@ class TokenizingService:
         return await self._run_job(replace(job, max_num_tokens=max_num_tokens), path)
 
     async def check_spec(self, spec: StructuredOutputs, path: str, client: str) -> None:
-        """Try a structured-output spec in a fork, unless the result of an earlier trial is known.
+        """Test in a fork whether a structured-output spec can be compiled within the limits. If the
+        result of an earlier test is stored, use this result.
 
         Args:
             spec: Structured-output spec. A spec that exceeds a limit or crashes the fork fails only
                 this request.
             path: Path of the spec's field, for errors.
-            client: Id of the client. The trials of different clients take turns.
+            client: Id of the client. The tests of different clients take turns.
 
         Raises:
             ApiError: The spec cannot be compiled or exceeds a limit. The status is 503 if the fork
@@ -220,10 +222,13 @@ class TokenizingService:
             raise internal_error()
 
     async def _run_trial(self, job: TokenizeJob, client: str) -> TokenizeResult:
-        """Run a trial, store its result unless it is an internal error, and return the result."""
+        """Return the result of testing the job's structured-output spec.
+
+        Use the stored result of an earlier test if there is one. Store the result of a new test
+        unless it is an internal error.
+        """
         digest = hashlib.sha256(_encoder.encode(job)).digest()
-        # If a client sends several concurrent requests with the same spec, one trial serves all of
-        # them.
+        # If a client sends several concurrent requests with the same spec, test the spec only once.
         lock = self._trial_locks.setdefault((client, digest), asyncio.Lock())
         async with lock:
             result, since = self._trial_results.get(digest, (None, 0.0))

@@ -1,4 +1,4 @@
-"""The tokenizing process, whose forks tokenize texts and try structured-output specs.
+"""The tokenizing process, whose forks tokenize texts and test structured-output specs.
 
 The process loads the tokenizer once and forks on the server's command. A fork takes milliseconds to
 start. So the server kills a fork as soon as its client disconnects or its job takes too long.
@@ -49,7 +49,10 @@ class TokenizingSettings(msgspec.Struct, frozen=True):
 
 
 class TokenizeJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Job for a fork: tokenize `text` or `messages`, decode `token_ids`, or try a `spec`.
+    """Job that a fork of the tokenizing process runs.
+
+    The fork tokenizes `text` or `messages`, decodes `token_ids`, or tests whether the
+    structured-output spec `spec` can be compiled within the limits of `GrammarTrial`.
 
     Attributes:
         text: Prompt to tokenize.
@@ -61,7 +64,7 @@ class TokenizeJob(msgspec.Struct, frozen=True, omit_defaults=True):
             tokens. Has no effect if `last` is set.
         strings: Whether to return the text of each token too.
         token_ids: Token ids to decode.
-        spec: Structured-output spec to try.
+        spec: Structured-output spec to test.
     """
 
     text: str | None = None
@@ -168,7 +171,7 @@ class TokenizingProcess:
                 fork; 0 for no maximum.
 
         Raises:
-            ConnectionError: The process has ended.
+            ConnectionError: The tokenizing process has ended.
             OSError: No socket pair could be created.
         """
         self._num_forks += 1
@@ -177,10 +180,11 @@ class TokenizingProcess:
     def ask_exit_code(self, number: int) -> socket.socket:
         """Request the exit code of a fork, and return the socket that will receive the code.
 
-        Kills the fork if it still runs.
+        The tokenizing process, which is the parent of the fork, first kills the fork if it still
+        runs.
 
         Raises:
-            ConnectionError: The process has ended.
+            ConnectionError: The tokenizing process has ended.
         """
         return self._send_with_socket(EndFork(number))
 
@@ -202,7 +206,8 @@ class TokenizingProcess:
             processes.send(self._child.sock, _encode(EndFork(number)))
 
     def restart(self, num_starts_before: int) -> None:
-        """Restart the process unless another caller did, and wait until it is ready.
+        """Restart the tokenizing process, and wait until it is ready. Do nothing if another caller
+        has already restarted it.
 
         Args:
             num_starts_before: Value of `num_starts` when the caller last used the process.
