@@ -77,7 +77,7 @@ class Sizes:
     """The model, the memory and the traces of a run.
 
     Attributes:
-        shape: Name of the model's shape; None for the embedded model.
+        shape: Name of the model's shape; None for the model that ships with jpaged.
         num_slots: Number of tokens that the KV memory holds.
         max_model_len: Maximum number of tokens of a sequence.
         max_num_seqs: Maximum number of sequences in a batch.

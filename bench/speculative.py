@@ -1,8 +1,8 @@
 """Measure speculative decoding at given acceptance rates (`python -m bench.speculative`).
 
-A drafter of the benchmark alone proposes tokens, which are accepted by a hash of the sequence and
-the position. The weights are random, so the times do not depend on the tokens. The first token of
-each prompt is its acceptance rate in percent.
+`HashDrafter`, which only this benchmark uses, proposes tokens. A hash of the sequence and the
+position decides which of the tokens are accepted. The weights are random, so the times do not
+depend on the tokens. The first token of each prompt is its acceptance rate in percent.
 
 For each number of rows and drafts, the rows of the result are
 
@@ -12,8 +12,9 @@ For each number of rows and drafts, the rows of the result are
 
 `jpaged/runtime/verify_costs.py` has the costs that the scheduler uses.
 
-With `--chats`, the embedded model drafts by prompt lookup instead, in chats that ask the same
-question twice. The result is the number of tokens per decode step.
+With `--chats`, the benchmark runs chats with the model that ships with jpaged, and drafts come from
+prompt lookup. Each chat asks the same question twice. The result is the number of tokens per decode
+step.
 """
 
 import argparse
@@ -155,7 +156,11 @@ def measure(shape: str, num_drafts: int, args: argparse.Namespace) -> Iterator[d
 
 
 def measure_chats(num_drafts: int) -> dict:
-    """Return the result row for chats in which the embedded model repeats an answer."""
+    """Return the result row for chats with the model that ships with jpaged.
+
+    In each chat, the user asks a question, the model answers, and the user asks the same question
+    again. The drafter copies the draft tokens of the second answer from the first answer.
+    """
     engine = Engine(speculative_config={"num_speculative_tokens": num_drafts})
     params = SamplingParams(temperature=0.0, max_tokens=80)
     questions = [f"Count from {first} to {first + 11}" for first in range(1, 12)]

@@ -2,11 +2,11 @@
 
 Part 1, `ways`: the bandwidth of swapping groups of blocks out and in, for each method that JAX
 offers, and for a plain copy by the NVIDIA driver. GB/s count the bytes of the group. The time
-includes gather, scatter and the padding of chunks. `first_out_GB/s` is the first transfer of a
-size, which also pins the host memory.
+includes gather, scatter and the padding of chunks. `first_out_GB/s` is the bandwidth of the first
+transfer of a size, which also pins the host memory.
 
 Part 2, `lengths`: the time to recompute a context, and the time to swap it out and in, as the
-engine does. Also the time of a decode step alone and during a swap.
+engine does. Part 2 also measures the time of a decode step without a swap and during a swap.
 
 `--quick` uses tiny sizes on any device, as a smoke test.
 """
@@ -214,7 +214,9 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    for sequence in request.sequences:  # The first step treats the sequences as newly admitted.
+    # A row that starts before `num_admitted_tokens` makes a plan a prefill step. Launch one prefill
+    # step before the measured decode steps, as the scheduler does when sequences join the batch.
+    for sequence in request.sequences:
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()
     for sequence in request.sequences:

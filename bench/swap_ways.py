@@ -30,15 +30,15 @@ class Way:
         self.pinned = SingleDeviceSharding(self.device, memory_kind="pinned_host")
 
     def out(self, state: KVState, ids: np.ndarray) -> Any:
-        """Start to swap out the blocks `ids`; return the swap entry, which `back` takes."""
+        """Start to copy the blocks `ids` to host memory. Return the copy, a swap entry."""
         return to_host(self.gather(state, ids))
 
     def settle(self, entry: Any) -> Any:
-        """Wait until the entry is on the host, and return it."""
+        """Wait until `entry`, the copy that `out` started, is complete. Return the copy."""
         return jax.block_until_ready(entry)
 
     def back(self, state: KVState, ids: np.ndarray, entry: Any) -> KVState:
-        """Start to swap `entry` in to the blocks `ids`; return the new state."""
+        """Start to copy the swap entry `entry` into the blocks `ids`. Return the new KV state."""
         return self.scatter(state, ids, to_device(entry))[0]
 
 

@@ -9,7 +9,12 @@ from jpaged import Engine, JaxModel, SamplingParams
 
 
 def adapt(model: "qwen3.Qwen3", max_positions: int = 4096) -> tuple[JaxModel, nnx.State]:
-    """Return the model for an engine, and its parameters, which share the model's arrays."""
+    """Wrap a Qwen3 of tunix for an engine of jpaged.
+
+    Returns:
+        A `JaxModel`, and its parameters. The parameters are the NNX state of `model`: they share
+        the arrays of `model`, and copy none.
+    """
     definition, state = nnx.split(model)
     config = model.config
 
@@ -47,7 +52,7 @@ def small_model() -> "qwen3.Qwen3":
 
 
 def own_logits(model: "qwen3.Qwen3", tokens: jax.Array) -> jax.Array:
-    """Return the logits [T, V] of the model's own forward."""
+    """Return the logits [T, V] that tunix computes without jpaged."""
     mask = jnp.tril(jnp.ones((1, len(tokens), len(tokens)), bool))
     return model(tokens[None], jnp.arange(len(tokens))[None], None, mask)[0][0]
 

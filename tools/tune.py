@@ -45,9 +45,16 @@ def best(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def merge(table: dict, op: Op, outcomes: list[Outcome], day: datetime.date) -> dict:
-    """Return a device's table with the entry of a swept op, and a note about the sweep.
+    """Return a copy of a device's table in which the entry of one op is replaced.
 
-    The entry is empty if no candidate is eligible.
+    The new entry has the values of the best candidate. It is empty if no candidate is eligible. The
+    copy also has a note about the sweep: the date, the JAX version and the number of candidates.
+
+    Args:
+        table: Table of launch parameters of one kind of device.
+        op: The op, with its head size and item size.
+        outcomes: Results of the sweep, one per candidate.
+        day: Date of the sweep.
     """
     found = best(outcomes)
     num_rejected = sum(bool(outcome.rejected) for outcome in outcomes)

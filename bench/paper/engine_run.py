@@ -27,11 +27,12 @@ from jpaged.outputs import RequestDelta
 
 
 class WatchedScheduler(Scheduler):
-    """A scheduler that calls a function with each plan that it makes.
+    """A scheduler that calls the function `watch` with each plan that it makes.
 
     Attributes:
-        watch: Function that is called with each plan; None to call nothing.
-        requests: Added requests by id. The code that handles a request removes it.
+        watch: Function that takes a `StepPlan`; None if no function is called.
+        requests: Maps the id of each added request to the request. `run_on_engine` removes a
+            request when the request has finished.
     """
 
     def __init__(self, *args: Any):
@@ -52,7 +53,14 @@ class WatchedScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Server:
-    """An engine of one of `allocators.SYSTEMS`, for `run_on_engine`."""
+    """An engine that allocates KV cache blocks like one of the compared systems.
+
+    Attributes:
+        system: Name of the system, one of `allocators.SYSTEMS`.
+        engine: The engine.
+        scheduler: Scheduler of the engine.
+        block_bytes: Number of bytes of a block of the KV cache.
+    """
 
     system: str
     engine: Engine

@@ -380,10 +380,11 @@ def threshold_of(case: Case, settings: Settings) -> float:
 
 
 def sustain(case: Case, settings: Settings) -> Sustained:
-    """Search the highest rate that the case sustains.
+    """Search the highest request rate that the case sustains.
 
-    On a device, the search uses the threshold of the simulation and begins at the rate of the
-    simulation, to save runs.
+    Unless `settings.how` is "simulated", the function first simulates the case. To save runs on the
+    device, the search then uses the simulated latency threshold, and begins at the highest rate
+    that was sustained in the simulation.
     """
     curve: dict[float, float] = {}
     rates: list[float] = []

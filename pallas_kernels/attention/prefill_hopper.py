@@ -4,12 +4,13 @@ One launch handles the whole ragged batch. A tile has 128 matrix rows: a window 
 of q, limited to the rows of ONE sequence (`tiles.window_map`), times a set of M query heads of one
 KV head. M is a power of 2 (`choose_heads_per_tile`). Matrix rows are ordered by head, then token.
 If M does not divide the group of query heads, the last set repeats the group's last head.
+In this file, a window is this range of rows of q. The kernel has no sliding window.
 
 With `has_few_queries`, a tile has 64 matrix rows, and a program has one consumer warpgroup.
 
-The grid has a fixed number of programs (`NUM_PROGRAMS`), one per SM. Each program processes every
-`NUM_PROGRAMS`-th pair of tile and head set, starting with the last tile. A program has three
-warpgroups:
+The grid has a fixed number of programs (`NUM_PROGRAMS`), one per SM. A work item is one tile with
+one head set. A program processes one work item per round: every `NUM_PROGRAMS`-th item, starting
+with the items of the last tile. A program has three warpgroups:
 
     loader             for each tile: copies of q, one per head; for each key tile: one bulk copy
                        of keys and one of values per block, through the block table. If a block is
@@ -24,9 +25,10 @@ warpgroups:
 A consumer's softmax therefore overlaps with its own GEMM and with the other consumer's GEMMs. After
 the last key tile of a tile comes the first key tile of the next tile, so the pipeline never drains.
 
-Weights are exp2(score - reference). The reference of a row is at least its maximum score so far,
-minus 8 (in log2). Until a score exceeds its reference by more than 8, nothing is rescaled and
-threads need not agree on a maximum. Each thread sums its weights separately until the tile ends.
+Weights are exp2(score - reference), with one reference score per row. The reference is at least
+the row's maximum score so far, minus 8 (in log2). Until a score exceeds the reference by more than
+8, nothing is rescaled and threads need not agree on a maximum. Each thread sums its weights
+separately until the tile ends.
 
 For blocks past the end of a sequence, the copy reads outside the pool, which yields zeros. Slots
 past the end inside the last block are set to zero in shared memory, because 0 * NaN is NaN.
@@ -107,7 +109,9 @@ def paged_prefill_attention(
     call_shared=None,
     has_few_queries=False,
 ):
-    """Run the public op `paged_prefill_attention` in Mosaic GPU, without soft cap and window.
+    """Run the public op `paged_prefill_attention` in Mosaic GPU.
+
+    The kernel has no soft cap and no sliding window.
 
     `scales`, if given, are the scales of the FP8 pool from which the blocks of `kv` were converted.
     With `has_few_queries`, a tile has 64 matrix rows instead of 128. Smaller tiles are faster if
@@ -124,8 +128,8 @@ def paged_prefill_attention(
         scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers
     )
     window = num_consumers * CONSUMER_ROWS // heads_per_tile
-    # Pad q to a multiple of the window. The engine's buckets are such multiples, so its batches get
-    # no padding here.
+    # Pad q to a whole number of tile windows. Every bucket of the engine is a multiple of `window`,
+    # so the engine's batches get no padding here.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
@@ -254,7 +258,7 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Return the work of this program in a round: a set of query heads, and a tile.
+        """Return the work item of this program in round number `round_index`.
 
         The function returns the index of the head set, then the six metadata fields of the tile. If
         `round_index` is past the last round, it returns the values of the last round.
@@ -337,8 +341,8 @@ def _kernel(
                 fields = item_fields(index)
                 if with_q:
                     load_q(index, fields, half)
-                # After the last round, load one more key tile: the GEMMs that finish a round also
-                # read the first key tile of the next round.
+                # After the last round, load one more key tile. `last_gemms` always multiplies q by
+                # the first key tile of the next round; in the last round, the product is not used.
                 steps = jnp.where(index < num_rounds, num_key_tiles(fields), 1)
 
                 def load_step(i, step):
@@ -380,9 +384,18 @@ def _kernel(
         def softmax(scores, reference, row_sum, shift):
             """Return the softmax weights of one key tile, and the updated state of the rows.
 
-            The four results are the float32 weights, the new reference scores, the new row sums,
-            and 1 if the reference of any row changed, else 0. Token t of the window sees the keys 0
-            to t + `shift` of the tile. If `shift` is None, all tokens see all keys.
+            Token t of the tile's window sees the keys 0 to t + `shift` of the key tile. If `shift`
+            is None, all tokens see all keys.
+
+            Args:
+                scores: Products q . keys [CONSUMER_ROWS, KEY_TILE].
+                reference: For each row, the score that is subtracted before exp2 (in log2).
+                row_sum: Partial sums of the earlier weights [CONSUMER_ROWS, _STRIP_COLUMNS].
+                shift: Position of the window's first token, minus the position of the first key.
+
+            Returns:
+                The float32 weights, the new `reference`, the new `row_sum`, and an int32: 1 if the
+                reference of any row in the warp changed, else 0.
             """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
@@ -509,8 +522,8 @@ def _kernel(
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # Finish the last key tile of this round. `last_gemms` also computes the scores of the
-            # first key tile of the next round, to overlap both GEMMs.
+            # Finish the last key tile of this round. `last_gemms` issues two GEMMs that overlap:
+            # weights @ values of this round, and q @ keys for the first key tile of the next round.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry

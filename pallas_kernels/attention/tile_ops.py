@@ -193,9 +193,10 @@ def repeat_rows(x, repeats):
 
 
 def begin_folds(q, carry, spec):
-    """Return the queries and the running (max, sum, output) in the form that `fold_keys` takes.
+    """Return the arguments `q` and `carry` of the first call of `fold_keys`.
 
-    `split_parts` splits the queries and the output into parts by columns.
+    The queries and the output become tuples of tiles (`split_parts`). For an FP8 pool, bfloat16
+    queries are converted to float16.
     """
     if spec.is_scaled and q.dtype == jnp.bfloat16:
         q = q.astype(jnp.float16)
@@ -219,7 +220,8 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
 
     Args:
         carry: Running (max, sum, output), from `begin_folds` or the previous call.
-        q: Queries [rows, H] in parts, from `begin_folds`.
+        q: Tuple of query tiles, from `begin_folds`. For an FP8 pool, it has two tiles: the even
+            columns and the odd columns. For any other pool, it has one tile [rows, `spec.width`].
         refs: Matrix of keys, matrix of values, and block tables [B * M].
         sequence: Index of the sequence.
         head: Index of the KV head.

@@ -210,7 +210,18 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
 
 
 def _normalize(halves, weight_ref, q_ref, eps):
-    """Apply RMSNorm to the halves of each head; return float32, rounded to the dtype of q."""
+    """Apply RMSNorm to each head.
+
+    Args:
+        halves: The first and the second half of the heads, float32 [rows, W] each.
+        weight_ref: Weights of the norm [H].
+        q_ref: Output array of the queries, for its dtype and head size.
+        eps: Number that is added to the mean square.
+
+    Returns:
+        The two halves of the normalized heads, in float32. Each value is first rounded to the dtype
+        of `q_ref`.
+    """
     squares = sum(jnp.sum(half * half, axis=1) for half in halves)
     scale = lax.rsqrt(squares / jnp.float32(q_ref.shape[1]) + jnp.float32(eps))
     weights = _load_weights(weight_ref)

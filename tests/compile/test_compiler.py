@@ -137,8 +137,8 @@ def test_tensor_parallel_programs_use_synchronous_collectives(monkeypatch: pytes
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_collectives_run_on_the_stream_of_the_step():
-    """Without the option, XLA runs a collective on a separate stream if another operation can run
-    concurrently."""
+    """`on_mesh` adds the options `SYNCHRONOUS_COLLECTIVES` to a program. Without these options, XLA
+    runs a collective on a separate stream if another operation can run concurrently."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
 

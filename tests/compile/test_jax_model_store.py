@@ -268,9 +268,11 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
 
 
 @pytest.mark.full
-def test_two_threads_do_not_trace_functions_that_cannot_be_exported(
+def test_pool_stops_tracing_model_programs_after_one_cannot_be_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """The thread of the engine's builder then traces the programs that call the user's functions,
+    because two threads must not call these functions at the same time."""
     tried = list[Any]()
 
     def refuse(recipe: Recipe, store: Any) -> bool:

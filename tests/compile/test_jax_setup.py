@@ -21,9 +21,9 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collector_ignores_objects_after_an_engine_start(enabled: bool):
-    """If the caller has disabled the garbage collector, the collector stays disabled, and continues
-    to track all objects."""
+def test_garbage_collector_ignores_objects_made_before_or_during_an_engine_start(enabled: bool):
+    """If the caller has disabled the garbage collector (`enabled` is False), an engine start leaves
+    the collector disabled, and the collector continues to track all objects."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -41,7 +41,7 @@ def is_tracked(node: Node) -> bool:
     return any(it is node for it in gc.get_objects())
 
 
-def test_garbage_collector_still_tracks_objects_after_a_failed_engine_start():
+def test_garbage_collector_still_tracks_objects_made_during_a_failed_engine_start():
     made: list[Node] = []
 
     def fail() -> None:

@@ -60,7 +60,7 @@ def test_shared_call_is_lowered_once_per_shape_and_keyword():
     assert seen == [((4,), "int32", 2), ((2,), "int32", 2), ((4,), "int8", 2), ((4,), "int32", 5)]
 
 
-def test_shared_call_lowers_to_the_same_number_of_kernels():
+def test_shared_call_lowers_to_as_many_kernels_as_a_direct_call():
     def lowered(call: Callable) -> str:
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), arguments())
         run = partial(call, partial(truncation_mask, backend=Backend.TRITON))

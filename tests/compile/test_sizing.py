@@ -123,7 +123,9 @@ def test_pool_gets_the_memory_that_other_purposes_leave():
 
 
 @pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
-def test_memory_account_includes_logits_of_bursts(max_num_seqs: int, steps: int, rows: int):
+def test_memory_account_includes_the_logits_of_all_steps_of_a_burst(
+    max_num_seqs: int, steps: int, rows: int
+):
     limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     none, some = (
         sizing(2**31, num_scheduler_steps=n, **limits).fit(0)[1].workspace for n in (1, steps)

@@ -117,7 +117,7 @@ def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_early_stopping_ends_only_if_no_longer_answer_can_be_better():
+def test_never_early_stopping_continues_while_a_longer_answer_could_score_better():
     # The sum of the best beam's log-probabilities is -3. With 4 tokens, the score of this beam
     # would be -3 / 4 = -0.75 with a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]

@@ -60,7 +60,7 @@ def test_samples_share_all_prompt_tokens_except_the_last(
     driver.run()
 
 
-def test_samples_of_a_cached_prompt_start_without_copying_a_batch_row():
+def test_samples_of_a_cached_prompt_start_in_one_step_without_a_fork():
     driver = driver_of(make_request("1", list(range(9)), max_tokens=1), block_size=4, digest="xxh3")
     driver.run()
     driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
@@ -208,7 +208,7 @@ def test_forked_samples_wait_for_free_blocks(ended: int | None, expected: list[t
     driver.run()
 
 
-def test_samples_start_without_copying_a_batch_row_if_their_parent_ends_before_the_fork():
+def test_waiting_samples_start_without_a_fork_if_their_parent_sample_ends():
     driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()

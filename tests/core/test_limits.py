@@ -155,7 +155,7 @@ def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
     driver.run()
 
 
-def test_pinned_block_of_one_sample_does_not_reduce_the_blocks_of_its_request():
+def test_pinned_block_that_only_one_sample_uses_still_counts_as_needed():
     request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
     driver = driver_of(request, num_blocks=10, digest="xxh3")
     while len(driver.streams["1"]) < 4:

@@ -54,16 +54,18 @@ def new_engine(compilation_cache: Path) -> Engines:
 
 @pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    """Return an engine of the embedded model. A test with this fixture runs once for each engine
-    loop in `LOOPS`."""
+    """Return an engine with the model that ships with jpaged. A test with this fixture runs once
+    for each engine loop in `LOOPS`."""
     return engines(**LOOPS[request.param])
 
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a checkpoint with the first two layers of the embedded model, and the tokenizer. A model
-    with two layers compiles in a third of the time. Its answers are wrong, so use it only to
-    compare answers.
+    """Save a checkpoint with the first two layers of the model that ships with jpaged, and with the
+    model's tokenizer. Return the folder of the checkpoint.
+
+    Two layers compile in a third of the time of the whole model. The answers of two layers are
+    wrong, so use the checkpoint only in tests that compare answers with each other.
     """
     folder = tmp_path_factory.mktemp("shallow")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -277,7 +277,9 @@ def test_wrong_call_of_a_fused_operation_is_refused(name: str):
     ],
 )
 def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str):
-    unchecked = inspect.unwrap(TracedStep.rope_attend)  # the method would fail beartype first
+    # Call the function without its beartype decorator, which would reject the arguments before the
+    # checks of the function run.
+    unchecked = inspect.unwrap(TracedStep.rope_attend)
     with pytest.raises((TypeError, ValueError), match=message):
         unchecked(TracedStep([LayerHeads(2, 8)], 8), 0, QKV, **options)
 

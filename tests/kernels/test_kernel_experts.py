@@ -120,7 +120,8 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
     ],
 )
 def test_pairs_are_sorted_by_expert_and_then_by_index(shape, num_experts, chosen, interpret):
-    """Test experts from chosen[0] to chosen[1] - 1; the expert `num_experts` is no expert."""
+    """Each pair (token, choice) gets a random expert index from `chosen[0]` to `chosen[1]` - 1. The
+    index `num_experts` means that the pair has no expert."""
     experts = jnp.asarray(np.random.RandomState(4).randint(chosen[0], chosen[1], shape), jnp.int32)
     got = triton.sort_pairs(experts, num_experts=num_experts, interpret=interpret)
     for array, want in zip(got, xla.sort_by_expert(experts, num_experts)[1:], strict=True):

@@ -459,7 +459,9 @@ def test_gated_weight_with_an_odd_number_of_rows_raises_an_error():
         ((ROWS, WEIGHT, ONES[0], ONES[1].astype(BF16)), TypeError, "weight_scale has dtype"),
     ],
 )
-def test_mismatched_scales_and_factors_raise_errors(arguments, error: type, words: str):
+def test_scaled_gemm_rejects_arguments_of_a_wrong_shape_or_dtype(
+    arguments, error: type, words: str
+):
     with pytest.raises(error, match=words):
         gemm.check_scaled_gemm(*arguments)
 
@@ -472,6 +474,8 @@ def test_mismatched_scales_and_factors_raise_errors(arguments, error: type, word
         ((4, 1), (1, 1), [4, 4], r"weight_scale has shape \(1, 1\); .* blocks = 2"),
     ],
 )
-def test_mismatched_scale_blocks_raise_errors(x_scale, weight_scale, parts, words: str):
+def test_block_scaled_gemm_rejects_scales_of_a_wrong_shape(
+    x_scale, weight_scale, parts, words: str
+):
     with pytest.raises(ValueError, match=words):
         gemm.check_block_scaled_gemm(ROWS, WEIGHT, jnp.ones(x_scale), jnp.ones(weight_scale), parts)

@@ -23,7 +23,7 @@ def _ragged(seed):
 
 
 @pytest.mark.parametrize(("seed", "tile_size"), covering(range(4), [1, 8, 32], strength=1))
-def test_every_query_row_is_in_exactly_one_tile(tile_size, seed):
+def test_tile_map_puts_every_query_row_in_exactly_one_tile(tile_size, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = tile_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, tile_size
@@ -43,7 +43,7 @@ def test_every_query_row_is_in_exactly_one_tile(tile_size, seed):
 
 
 @pytest.mark.parametrize(("seed", "window"), covering(range(4), [8, 32], strength=1))
-def test_every_row_is_in_exactly_one_tile_and_in_its_window(window, seed):
+def test_window_map_puts_every_query_row_in_exactly_one_tile(window, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = window_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, window

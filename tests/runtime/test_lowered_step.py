@@ -202,7 +202,7 @@ def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [("decode", 64), ("prefill", (512, 8))], ids=str)
-def test_fused_operations_launch_the_kernels_of_the_built_in_family(name: tuple):
+def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: tuple):
     fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
     config = read_model_config(fields)
     width, inner, size = config.hidden_size, fields["intermediate_size"], config.head_size
@@ -470,7 +470,8 @@ def test_prefill_programs_with_the_same_number_of_tokens_share_the_hopper_kernel
     def kernels(text: str) -> set[str]:
         return set(re.findall(r"kernel_hash = (\".+?\"),", text))
 
-    # The two program sets may lower a kernel twice, but XLA compiles equal kernels once.
+    # The programs for up to 8 and up to 256 sequences come from separate calls of `all_recipes`, so
+    # each program lowers the kernel. XLA compiles equal kernels once.
     few, many = (
         lowered_for_gpu(all_recipes("qwen3-0.6b", 1)["prefill", (512, n)]) for n in (8, 256)
     )

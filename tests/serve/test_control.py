@@ -219,7 +219,7 @@ def test_server_without_weights_waits_for_them(
     serve(scenario, weights_folder=tmp_path, **CONTROL)
 
 
-def test_control_options_are_checked(tmp_path: Path):
+def test_control_key_differs_from_api_keys_and_is_needed_for_a_weights_folder(tmp_path: Path):
     with pytest.raises(RequestError, match="control_api_key is also an --api-key: use another"):
         ServeConfig(api_keys=("a", "b"), control_api_keys=("b",))
     with pytest.raises(RequestError, match="needs --control-api-key: set a key"):

@@ -169,7 +169,7 @@ def test_queue_limit_and_shutdown_timeout_may_be_zero():
     assert flags.serve.shutdown_timeout == 0
 
 
-def test_help_contains_examples_and_key_options():
+def test_help_text_contains_examples_and_important_options():
     text = build_parser().format_help()
     for word in ("curl", "--preemption-mode", "examples:", "SIGTERM", "503", "127.0.0.1"):
         assert word in text

@@ -235,8 +235,9 @@ def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engin
 
 
 def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
-    """Each fetch also records a pool diff. Here, fetches take ten times as long as the time budget
-    allows for pool diffs."""
+    """Each fetch also records a pool diff, even if the time budget of `PoolSampler` is used up.
+    Here, the budget is 2 ms per 100 ms, but each fetch takes 20 ms. Steps after the fetches must
+    still be recorded."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -542,7 +543,8 @@ def test_broadcast_failure_ends_the_stream_of_a_slow_viewer():
         hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
         async with aclosing(hub.stream_events()) as slow, aclosing(hub.stream_events()) as late:
             await anext(slow)
-            while source.num_asked < 2:  # the second fetch causes the failure
+            # The second fetch returns `bad`, whose token 0 makes the broadcast fail with 1 // 0.
+            while source.num_asked < 2:
                 await asyncio.sleep(0.001)
             assert parse(await anext(late))[0] == "snapshot"
             with pytest.raises(ZeroDivisionError):

@@ -71,7 +71,7 @@ def record(kind: str, most: int) -> dict[str, Any]:
     }
 
 
-def test_answers_to_an_any_of_schema_complete_although_lexers_fill_up(
+def test_answers_to_an_any_of_schema_complete_when_lexers_reach_the_state_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
@@ -85,7 +85,7 @@ def test_answers_to_an_any_of_schema_complete_although_lexers_fill_up(
         assert matcher.is_stopped
 
 
-def test_many_answers_to_one_schema_complete_although_lexers_fill_up(
+def test_many_answers_to_one_schema_complete_when_lexers_reach_the_state_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 1500)
@@ -127,7 +127,9 @@ def test_long_answer_does_not_fail_others_that_share_its_lexer(
     assert later.is_stopped
 
 
-def test_answers_that_fill_a_shared_lexer_all_complete(monkeypatch: pytest.MonkeyPatch):
+def test_answers_complete_when_their_shared_lexer_reaches_the_state_limit(
+    monkeypatch: pytest.MonkeyPatch,
+):
     limit_states(monkeypatch, 2000)
     monkeypatch.setattr(bounds, "CHEAP_COMPILE_S", 0.0)
     grammars = new_grammars()
@@ -281,7 +283,7 @@ def test_lexer_memory_is_bounded_and_released():
     assert growth["idle"] < 6 * MIB
 
 
-def test_answer_above_the_lexer_memory_limit_fails_with_retry(
+def test_answer_that_exceeds_the_lexer_memory_limit_fails_with_an_error_to_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # This negative limit is always exceeded.

@@ -27,7 +27,7 @@ from jpaged.structured_outputs.matcher import GrammarError
 
 FOLDER = Path(EMBEDDED_MODEL)
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""A specification with other allowed tokens after every token."""
+"""A structured-output spec whose set of allowed tokens changes with every token."""
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 
@@ -75,7 +75,7 @@ def step(
 
 @pytest.mark.parametrize("send_now", [True, False])
 def test_each_row_gets_the_mask_of_its_answer(process: MaskWorkerClient, send_now: bool):
-    """From step to step, the answers change, and an answer moves to another row."""
+    """Each step has other answers than the previous step, and answers move to other rows."""
     spec = StructuredOutputs(regex="(a[ab]|b[x])+")
     first, second, third = begin_answers(process, spec, 3)
     start, everything = mask_of(spec), [-1] * -(-VOCAB_SIZE // 32)
@@ -388,10 +388,11 @@ def test_worker_that_hangs_while_compiling_is_killed():
     assert is_gone(pid)
 
 
-def test_worker_that_answered_late_is_not_killed(
+def test_worker_is_not_killed_if_the_engine_reads_its_report_late(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The engine process was stopped too, so a timely report is read late."""
+    """`wait_and_be_stopped` simulates an engine process that is stopped for longer than
+    `silence_timeout_s`. The worker reports in time, but the engine reads the report late."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), max_wait_s=20.0)
     (answer,) = begin_answers(process)
     process.gather_masks([(answer, 0)], 1)

@@ -20,7 +20,7 @@ from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMe
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
-"""A specification with other allowed tokens after every token."""
+"""A structured-output spec whose set of allowed tokens changes with every token."""
 SPECS = [
     WORDS,
     StructuredOutputs(choice=["b"]).with_reasoning("x"),
@@ -185,7 +185,15 @@ def held_matchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threa
 
 
 def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
-    """Start an answer whose next token and mask wait in a thread; return its memory index."""
+    """Start an answer that is slow to match its next token and to compute the next mask.
+
+    The function sets the answer's attribute `why`, so the worker serves the answer in a thread. It
+    adds the answer's matcher to `slow`, the list of the fixture `held_matchers`. The thread
+    therefore waits until the fixture's event is set.
+
+    Returns:
+        The index of the answer in the mask memory.
+    """
     place = made.begin(WORDS)
     answer = made.maker.answers[place]
     setattr(answer, why, True)

@@ -206,7 +206,9 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")
 
 
-def test_byte_level_tokens_are_decoded_without_a_window(monkeypatch: pytest.MonkeyPatch):
+def test_byte_level_tokens_are_decoded_without_calling_tokenizer_decode(
+    monkeypatch: pytest.MonkeyPatch,
+):
     tokenizer = byte_level()
     ids = tokenizer.encode("hello 世界, the end of 😀 the world. " * 20)
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded a window"))

@@ -170,7 +170,11 @@ def steps() -> str:
 
 
 def padding() -> str:
-    """Draw the pairs of queries and keys that the first and the last kernel version compute."""
+    """Draw the (query, key) pairs that the naive kernel computes, above those of the ragged kernel.
+
+    Each sequence has a square with a row per query and a column per key. Pairs that a kernel
+    computes only for padding are red.
+    """
     work = make_workload()
     longest, gap = max(work.lengths), 24
     picture = Picture(4 * (longest + gap) + 180, 470, "Queries against keys: what is computed")

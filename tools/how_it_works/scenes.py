@@ -106,7 +106,11 @@ class Scene:
         n: int = 1,
         beam_width: int = 0,
     ) -> Request:
-        """Add a request whose words come from `script`."""
+        """Add a request to the scheduler, and return it.
+
+        `prompt` consists of words between spaces, each of which becomes one token. `script` chooses
+        the output words in place of a model.
+        """
         request = Request.from_prompt(
             request_id,
             [self._id(word) for word in prompt.split()],
