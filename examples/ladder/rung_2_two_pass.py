@@ -53,10 +53,7 @@ def second_pass(total, out, largest, q, k_pool, v_pool, block, index):
 
 
 def scores_of_block(q, keys, index):
-    """Return the scores [L, N, S] of L queries with the S keys of block number `index`.
-
-    The score is -inf if the key comes after the query.
-    """
+    """Return the scores [L, N, S] of block number `index`; -inf for keys after the query."""
     scores = jnp.einsum("qnh,snh->qns", q, keys) / HEAD_SIZE**0.5
     positions = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
     visible = positions[None, :] <= jnp.arange(q.shape[0])[:, None]

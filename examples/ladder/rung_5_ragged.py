@@ -70,10 +70,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost of one call.
-
-    A program multiplies the TILE queries of a tile by all keys up to the end of the tile.
-    """
+    """Return the cost. A program multiplies TILE queries by all keys up to the tile's end."""
     return tiled_cost(work, TILE, BLOCK_SIZE)
 
 

@@ -50,6 +50,7 @@ class StubEngine:
         self._deltas: list[RequestDelta] = []
 
     is_paused = is_sleeping = False
+    can_advance = True
 
     @property
     def has_work(self) -> bool:
