@@ -370,4 +370,4 @@ def test_scores_lower_to_two_kernels(width):
 
         text = lower(run, logits, second, wanted, reports_logits)
         assert re.findall(KERNEL_CALL, text) == ["triton"] * 2
-        assert "sort" not in text
+        assert "stablehlo.sort" not in text
