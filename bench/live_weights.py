@@ -46,7 +46,7 @@ def checkpoint_arrays(config: ModelConfig, dtype: Any) -> dict[str, jax.Array]:
 
 
 def memory_in_use(key: str = "bytes_in_use") -> int:
-    """Return bytes of device memory in use, or their peak; 0 if the device does not tell."""
+    """Return the bytes of device memory in use, or their peak; 0 if the device reports none."""
     return (jax.local_devices()[0].memory_stats() or {}).get(key, 0)
 
 

@@ -201,7 +201,7 @@ def _agreement(
             row = {kind: label, "req/s": job[1], "of": what}
             rows.append(row | {"measured": there, "simulated": here, "ratio": here / there})
             worst = max(worst, abs(here / there - 1))
-            # Print each row at once, so that it is not lost if the run is interrupted.
+            # Print each row immediately, so that it is not lost if the run is interrupted.
             print(rows[-1], flush=True)
     reached = "reached" if worst <= MOST_DISAGREEMENT else "NOT reached"
     note = f"within {MOST_DISAGREEMENT:.0%} is to be reached; the worst is {worst:.1%}: {reached}"
