@@ -29,6 +29,7 @@ from jpaged import Engine, SamplingParams
 NUM_REQUESTS = 64
 COMMON_PREFIXES = 4
 MODES = {"batch-invariant": True, "default": False}
+COST_PARTS = ("steps", "long-context")
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "bursts": {},
     "chunks, synchronous": {"max_num_batched_tokens": 256, "async_scheduling": False},
@@ -163,33 +164,37 @@ def _row(shape: str, mode: str, name: str, counts: tuple[int, int, int], preempt
 
 
 def measure_costs(
-    shape: str, repeats: int, modes: Sequence[str], *, has_long_context: bool
+    shape: str, repeats: int, modes: Sequence[str], parts: Sequence[str]
 ) -> Iterator[dict]:
-    """Yield one row per mode and case with the times of the cases A to D, and of a long context if
-    requested."""
+    """Yield one row per mode and case with the times of `parts`, a selection of `COST_PARTS`."""
     for mode in modes:
-        engine = make_engine(shape, batch_invariant=MODES[mode])
-        for case in "AB":
-            rows = [
-                throughput.measure(engine, shape, case, seed=seed) for seed in range(1 + repeats)
-            ]
-            rates = [row["output_tokens_per_s"] for row in rows[1:]]
-            yield _cost(shape, mode, case, "tokens_per_s", statistics.median(rates))
-        for case in "CD":
-            row = latency.measure(engine, shape, case, repeats)
-            yield _cost(shape, mode, case, "ms", row["ms_a_step"])
-            if case == "D":
-                yield _cost(shape, mode, "D, prefill", "ms", 1e3 * row["prefill_s"])
-        del engine
-        gc.collect()
-        if not has_long_context:
-            continue
-        engine = make_engine(
-            shape, batch_invariant=MODES[mode], max_model_len=32_832, max_num_seqs=8
-        )
-        yield _cost(shape, mode, "1 x 32,768", "ms", time_long_context(engine, repeats))
-        del engine
-        gc.collect()
+        if "steps" in parts:
+            yield from _measure_steps(shape, repeats, mode)
+        if "long-context" in parts:
+            engine = make_engine(
+                shape, batch_invariant=MODES[mode], max_model_len=32_832, max_num_seqs=8
+            )
+            yield _cost(shape, mode, "1 x 32,768", "ms", time_long_context(engine, repeats))
+            del engine
+            gc.collect()
+
+
+def _measure_steps(shape: str, repeats: int, mode: str) -> Iterator[dict]:
+    """Yield one row per case with the times of the cases A to D."""
+    engine = make_engine(shape, batch_invariant=MODES[mode])
+    for case in "AB":
+        rows = [
+            throughput.measure(engine, shape, case, seed=seed) for seed in range(1 + repeats)
+        ]
+        rates = [row["output_tokens_per_s"] for row in rows[1:]]
+        yield _cost(shape, mode, case, "tokens_per_s", statistics.median(rates))
+    for case in "CD":
+        row = latency.measure(engine, shape, case, repeats)
+        yield _cost(shape, mode, case, "ms", row["ms_a_step"])
+        if case == "D":
+            yield _cost(shape, mode, "D, prefill", "ms", 1e3 * row["prefill_s"])
+    del engine
+    gc.collect()
 
 
 def time_long_context(engine: Engine, repeats: int) -> float:
@@ -221,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--max-len", type=int, default=512, help="longest sequence (%(default)s)")
     parser.add_argument("--costs", action="store_true", help="measure the costs instead")
-    parser.add_argument("--no-long-context", action="store_true")
+    parser.add_argument(
+        "--part", choices=COST_PARTS, nargs="+", default=COST_PARTS, help="what --costs measures"
+    )
     parser.add_argument("--mode", choices=[*MODES], nargs="+", default=[*MODES])
     parser.add_argument("--repeats", type=int, default=5)
     args = parse_arguments(parser)
@@ -240,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _rows(args: argparse.Namespace) -> Iterator[dict]:
     for shape in args.model:
         if args.costs:
-            long = {"has_long_context": not args.no_long_context}
-            yield from measure_costs(shape, args.repeats, args.mode, **long)
+            yield from measure_costs(shape, args.repeats, args.mode, args.part)
         else:
             yield from measure(shape, args.pairs, args.max_len, args.requests, args.mode)
 
