@@ -63,15 +63,15 @@ class Admission:
         # far. `_refused_prefix` is the cached prefix of the first sequence at the refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The last refusal of `would_fit_after_preemption`. The refusal holds until a value in
-        # `_preemption_refused_state` changes: the values of `_refused_state`, with the number of
-        # calls of `BlockPool.free` instead of the number of freed blocks.
-        # `_preemption_refused_prefix` is the cached prefix of the first sequence at the refusal.
+        # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` has the same
+        # values as `_refused_state`, except for the number of freed blocks. Instead, it has the
+        # number of calls of `BlockPool.free`. `_preemption_refused_prefix` is the cached prefix of
+        # the first sequence at the refusal.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
     def find_fit(self, request: Request) -> GroupFit | None:
-        """Return the cached blocks that a waiting request can share, and how many blocks it needs.
+        """Return a waiting request's cached blocks, and the number of free blocks that it needs.
 
         Return None if too few batch rows or blocks are free. Call `set_common_prefix` for the
         request first.
@@ -99,7 +99,7 @@ class Admission:
         return None
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """Return the cached blocks that a waiting request can share, and how many blocks it needs.
+        """Return a waiting request's cached blocks, and the number of free blocks that it needs.
 
         The method does not check whether enough blocks are free.
         """

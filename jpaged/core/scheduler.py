@@ -376,7 +376,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # 0 after a preemption: all tokens are recomputed
+                if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -863,5 +863,5 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # 0 after a preemption: all tokens are recomputed
+    if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
         sequence.num_computed_tokens += num_tokens - 1

@@ -149,7 +149,7 @@ class SwapSpace:
     # ---- in
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """Return the cached blocks that a swapped-out group can share, and how many it needs.
+        """Return a swapped-out group's cached blocks, and the number of free blocks that it needs.
 
         The method does not check whether enough blocks are free.
         The number of needed blocks includes blocks for tokens that are not computed yet. Without
