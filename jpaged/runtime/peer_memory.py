@@ -58,7 +58,7 @@ def wait_for_devices(arrays: Any) -> None:
                     "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # raises the error of a failed computation
+        jax.block_until_ready(array)  # if the computation failed, this raises its error
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
