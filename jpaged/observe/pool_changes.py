@@ -105,7 +105,8 @@ class _SequenceSnapshot:
     """State of a sequence at the previous call of `look`."""
 
     sequence: Sequence
-    table: list[int]  # not a copy: a change of the table creates another list object
+    # The list itself, not a copy: the block manager creates a new list when it removes blocks.
+    table: list[int]
     num_blocks: int = 0
     last_block: int = 0
     num_registered: int = 0
