@@ -159,7 +159,8 @@ class Child:
         # Do not use the id of a child that has ended: another process may have it.
         if self.process.returncode is None:
             if self._is_group_leader:
-                with suppress(ProcessLookupError):  # raised if every process of the group has ended
+                # A `ProcessLookupError` means that every process of the group has ended.
+                with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()

@@ -489,7 +489,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
             )
 
     def _check_beams(self) -> None:
-        """Check that a beam search sets no sampling parameter, and sampling no beam parameter.
+        """Check that the parameters suit a beam search, or suit sampling if `beam_width` is None.
 
         Raises:
             RequestError: A parameter does not apply, or `n` exceeds `beam_width`.
