@@ -58,9 +58,10 @@ class Admission:
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
         # The last refusal of `find_fit`. The refusal holds until a value in `_refused_state`
-        # changes. The values are the first sequence of the request, the number of its live
-        # sequences, the number of blocks that must stay free, and the number of blocks freed so
-        # far. `_refused_prefix` is the cached prefix of the first sequence at the refusal.
+        # changes. The first two values are the request's first sequence and number of live
+        # sequences. The others are the number of blocks that must stay free, and the number of
+        # blocks freed so far. `_refused_prefix` is the cached prefix of the first sequence at the
+        # refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
         # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` has the same

@@ -254,8 +254,8 @@ class WaitBudget:
     length costs little. The basic budget estimates that length by the time that the host has just
     waited for the device. The budget then grows as follows:
 
-    - If at most 25 % of the rows have late masks, the budget grows by the fraction of late rows
-      times the duration of a step. The total waiting time of all rows then equals the total time
+    - If at most 25 % of the rows have late masks, the budget grows by the fraction of late rows,
+      multiplied by a step's duration. The total waiting time of all rows then equals the total time
       that the late rows would lose if they skipped the step.
     - If more rows are late, the budget grows by the duration of a step. Rows without a grammar then
       keep at least half of their speed. If all rows have a grammar, the budget is unlimited.
