@@ -63,7 +63,8 @@ def paged_decode_attention(
         soft_cap: If set, each score becomes `soft_cap * tanh(score / soft_cap)`.
         sliding_window: If set, the token at position p sees the keys at positions greater than
             p - sliding_window and at most p.
-        scales: Scales of an FP8 pool: stored keys and values are multiplied by them. None: 1.
+        scales: Scales of an FP8 pool, by which stored keys and values are multiplied. None means
+            scales of 1.
 
     Returns:
         Attention outputs [B, N, H] in the dtype of q. Padding rows are zeros.

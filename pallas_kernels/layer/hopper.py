@@ -156,9 +156,10 @@ class LayerPlan:
     def regions(self) -> dict[int | str, int]:
         """Offset in words of each region of the exchange memory.
 
-        Regions are the partials of the output, gate-up and down GEMMs, the residual stream after
-        the output GEMM ("stream"), the sums of squares of that stream ("squares"), and the sums of
-        squares of the stream after the down GEMM ("last squares"). "end" is the total size.
+        The first three regions hold the partials of the output, gate-up and down GEMMs. "stream" is
+        the residual stream after the output GEMM, and "squares" holds its sums of squares. "last
+        squares" holds the sums of squares of the stream after the down GEMM. "end" is the total
+        size.
         """
         output, gate_up, down, qkv = self.gemms
         sizes = {
@@ -552,7 +553,9 @@ class _GatherTask:
         return WordLoad(address, columns // 2, self.is_live)
 
     def _add_partial_loads(self, gemm_index, sides):
-        """Append the loads of all split-K partials of the column block that this task needs.
+        """Add the loads of the split-K partials that this task sums.
+
+        A task needs all partials of one column block of the GEMM `gemm_index`.
 
         `sides` is 2 for the gate and up GEMM, else 1.
         """
@@ -703,7 +706,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
                     )
                     at = at + plan.regions[gemm_index]
                 ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
-                # Write zeros to those partials of the column block that no program computes.
+                # The output array has `max_partials` partials for each column block. Write zeros to
+                # the partials of this column block that no program computes.
                 if gemm_index == _QKV:
                     for extra in range(1, gemm.max_partials):
                         unused = (partial + extra < gemm.max_partials) & last
