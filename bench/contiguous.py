@@ -36,8 +36,8 @@ from jpaged.models.registry import read_model_config
 BATCHINGS = ("static", "slabs")
 # The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.
 SMALLEST_BUCKET = 64
-# Each sequence of a static batch has a contiguous range of cache slots. Its length is one of these
-# numbers, or `max_len`.
+# Each sequence of a static batch has a contiguous range of cache slots. The length of the range is
+# one of these numbers, or `max_len`.
 WIDTHS = (256, 512, 1024)
 READ_BEHIND = 2  # The host reads the tokens of a launch after `READ_BEHIND` further launches.
 

@@ -109,7 +109,7 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # The first transfer of any other method also compiles a program.
+    if kind is Plain:  # With other methods, the first transfer also compiles a program.
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -119,9 +119,10 @@ def measure_ways(
 ) -> list[dict]:
     """Time every method for every group size.
 
-    If JAX rejects a method, the row has the error.
+    If JAX rejects a method, the row of the method has the error.
     """
-    # The pool is larger than the largest group, because padding may add blocks to its chunks.
+    # A group is swapped in chunks, and padding may add blocks to a chunk. The pool must therefore
+    # be larger than the largest group.
     num_blocks = 1 + 2 * max(max(sizes.groups), 8)
     rows = []
     for group in sizes.groups:

@@ -36,7 +36,7 @@ CASES = {
 
 
 def serve(shape: str, way: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Start an engine with a way of autotuning ("few" or "all") and serve the cases.
+    """Start an engine that autotunes "few" or "all" operations (`way`), and serve the cases.
 
     Returns:
         The measured values of the start and of each case.

@@ -24,8 +24,8 @@ are in `recorded_steps.json` in this folder: single steps from results and docs,
 
 Other GPUs are not measured. Their bandwidths and rates are the fitted values times the ratio of the
 published peaks (`GPUS`); fixed times are the fitted values. With several GPUs, each holds a shard
-of every layer. They sum partial results twice per layer, which takes `ALL_REDUCE_SECONDS` plus the
-time of a ring all-reduce over `nvlink`.
+of every layer. The GPUs sum partial results twice per layer, which takes `ALL_REDUCE_SECONDS` plus
+the time of a ring all-reduce over `nvlink`.
 """
 
 import argparse
@@ -159,7 +159,7 @@ class Coefficients:
 
     def slowdown(self, block_size: int) -> float:
         """Return the factor by which reading keys and values takes longer with this block size. The
-        factor is that of the nearest recorded block size."""
+        factor was measured with the nearest recorded block size."""
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)

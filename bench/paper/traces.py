@@ -99,7 +99,7 @@ class Source:
 
 
 def of_dataset(name: str) -> Source:
-    """Return a source of lengths that are distributed like those of the paper's dataset `name`.
+    """Return a source of lengths with the distribution of the paper's dataset `name`.
 
     Raises:
         ValueError: `name` is not a key of `MEAN_LENGTHS`.
@@ -284,7 +284,8 @@ def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarr
 def _lengths(source: Source, count: int, seed: int) -> tuple[list[int], list[int]]:
     """Draw `count` prompt lengths and output lengths.
 
-    They are drawn in chunks of 1,024, so that long and short traces begin with the same requests.
+    The function draws chunks of 1,024 lengths, so that long and short traces begin with the same
+    requests.
     """
     rng = np.random.default_rng([seed, 1])
     drawn = [source.draw(1024, rng) for _ in range(-(-count // 1024) or 1)]
@@ -304,7 +305,7 @@ def _pair(line: str, where: str) -> tuple[int, int]:
     if "prompt" in fields or "output" in fields:
         return _num_words(fields, "prompt", where), _num_words(fields, "output", where)
     raise ValueError(
-        f"{where}: has neither prompt_len and output_len nor prompt and output: add two of them"
+        f"{where}: lengths are missing: add prompt_len and output_len, or prompt and output"
     )
 
 
