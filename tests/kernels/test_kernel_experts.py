@@ -209,7 +209,8 @@ def test_expert_ops_of_no_tokens_return_no_rows():
 
 
 def test_only_weights_of_chosen_experts_are_converted_to_float32():
-    """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
+    """On a CPU, XLA converts bfloat16 weights to float32, but only the weights of chosen
+    experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
     gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)
