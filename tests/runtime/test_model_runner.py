@@ -51,8 +51,8 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # The second builder must load stored programs. The test gives it a model without a treedef,
-    # which JAX cannot trace.
+    # The second builder must load stored programs. It cannot trace them, because its model has no
+    # treedef.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
