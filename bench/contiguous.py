@@ -166,7 +166,7 @@ class Decoder:
         jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
-        """Compile all programs for prompts of up to `longest_prompt` tokens (None: any length)."""
+        """Compile all programs for prompts of up to `longest_prompt` tokens, or of any length."""
         shapes = set()
         for width in self.widths:
             top = bucket(min(longest_prompt or width, width), width)

@@ -264,7 +264,7 @@ class RequestLevel(OrcaMax):
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether requests may still join the batch, and a range is free."""
+        """Return whether requests may still join the batch and a range is free for this request."""
         if first.seq_id in self.reservations:
             return True
         is_closed = bool(self.reservations) and all(map(_has_begun, self.reservations.values()))

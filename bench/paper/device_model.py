@@ -158,8 +158,10 @@ class Coefficients:
     kv_slowdown: tuple[tuple[int, float], ...] = ()  # pairs (block size, factor)
 
     def slowdown(self, block_size: int) -> float:
-        """Return the factor by which reading keys and values takes longer with this block size. The
-        factor was measured with the nearest recorded block size."""
+        """Return the factor by which a block size slows reading keys and values.
+
+        The result is the factor of the nearest block size that was recorded.
+        """
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)

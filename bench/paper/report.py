@@ -123,7 +123,7 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
 
     Args:
         figure: The figure.
-        out: Folder for both files; None: `bench/results/` and `docs/paper/`.
+        out: Folder for both files. None means `bench/results/` and `docs/paper/`.
         pictures: Whether to draw.
         facts: Settings of the run, to write into the JSON.
     """

@@ -300,7 +300,7 @@ def index_of(request: Request) -> int:
 
 
 def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
-    """Return tokens `start` to `stop` of endless stream number `stream` of pseudo-random ids.
+    """Return the token ids `start` to `stop` of one of the endless pseudo-random streams.
 
     The ids have 31 bits.
     """

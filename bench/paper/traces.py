@@ -194,8 +194,9 @@ def chat(
     `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. The starts of conversations
     are a Poisson process, and the number of rounds is geometric. The pauses between the arrivals of
     rounds are exponential; a round may arrive before the previous answer is complete. Questions and
-    answers have the lengths of `source` (None: ShareGPT-like). The first conversations begin before
-    the trace, so that the mean number of open conversations is constant during the trace.
+    answers have the lengths of `source` (None means ShareGPT-like lengths). The first conversations
+    begin before the trace, so that the mean number of open conversations is constant during the
+    trace.
 
     Raises:
         ValueError: `rate` or `seconds` is not a positive number.
@@ -272,8 +273,8 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the event times of a Poisson process, up to `seconds`. With another rate, the same
-    random times are scaled."""
+    """Return the event times of a Poisson process, up to `seconds`. Another rate scales the same
+    random times."""
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()

@@ -132,7 +132,8 @@ def paged_verify_attention(q, kv, block_tables, seq_lens, *, scales=None, **opti
     """
     batch, num_queries, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    # The kernel expects the query heads of a KV head in consecutive rows, for all queries together.
+    # The kernel expects consecutive rows for the query heads of a KV head, so move the axis of
+    # queries behind the axis of KV heads.
     by_kv_head = q.reshape(batch, num_queries, num_kv_heads, -1, head_size).swapaxes(1, 2)
     rows = by_kv_head.reshape(-1, head_size)
     options |= {"num_queries": num_queries}

@@ -142,7 +142,7 @@ def split_parts(x, spec):
 
 
 def join_parts(parts):
-    """Join the parts that `split_parts` returned to a whole tile."""
+    """Return the tile whose parts (see `split_parts`) are given."""
     if len(parts) == 1:
         return parts[0]
     pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
@@ -184,7 +184,7 @@ def _extract_pair_part(pairs, part):
 
 
 def repeat_rows(x, repeats):
-    """Repeat each entry along axis 0 `repeats` times in a row, as `jnp.repeat` does.
+    """Repeat each entry along axis 0 `repeats` times, as `jnp.repeat` does.
 
     Triton needs powers of two for the length of the axis and for `repeats`.
     """

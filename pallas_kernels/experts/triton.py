@@ -150,12 +150,12 @@ def _softmax(values, mask):
     """
     values = jnp.where(mask, values, -jnp.inf)
     powers = jnp.exp(values - jnp.max(values))
-    # On a GPU the maximum ignores NaN, but the sum does not.
+    # On a GPU, the maximum above ignores NaN, but this sum makes the result NaN.
     return jnp.where(mask, powers / jnp.sum(jnp.where(mask, powers, 0)), 0)
 
 
 def _ordered_keys(values):
-    """Return int32 keys that order like the float32 values; -0.0 equals 0.0, NaN is the highest."""
+    """Return int32 keys in the order of the float32 values; -0.0 equals 0.0, NaN is the highest."""
     bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ _MAX_KEY, bits)
     return jnp.where(values == values, keys, _MAX_KEY)
@@ -300,7 +300,8 @@ def _tiles_kernel(offsets_ref, tiles_ref, *, tile_rows):
     count = jnp.minimum(expert_end - row, tile_rows)
     for field, value in enumerate((expert, row, count)):
         plgpu.store(tiles_ref.at[HEADER_SIZE + index * TILE_FIELDS + field], value, mask=is_tile)
-    # Every program stores the same number of tiles, so they need no synchronization.
+    # All programs store the same value, the total number of tiles, so the programs need no
+    # synchronization.
     tiles_ref[0] = total
 
 

@@ -130,8 +130,8 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
 def expert_weight(weight, expert):
     """Return the weight of one expert.
 
-    On a CPU, XLA converts bfloat16 and FP8 weights to float32. Without the barrier, XLA would
-    convert the weights of all experts before the loop over tiles.
+    On a CPU, XLA converts bfloat16 and FP8 weights to float32. Without the optimization barrier,
+    XLA would convert the weights of all experts before the loop over tiles.
     """
     weight, expert = lax.optimization_barrier((weight, expert))
     return weight[expert]

@@ -319,9 +319,9 @@ def _kernel(
         copies their weights. `step` is the number of work unit `start` in this order.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A warpgroup that waits for the barrier of a stage must wait for every use of the stage. So
-        # each stage belongs to one pair of warpgroups, which handles every `_NUM_PAIRS`-th work
-        # unit.
+        # Each use of a pipeline stage completes one phase of the stage's barrier, and a waiting
+        # warpgroup must not miss a phase. So each stage belongs to one pair of warpgroups, which
+        # handles every `_NUM_PAIRS`-th work unit.
         first = step + lax.rem(
             pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
         )
@@ -388,8 +388,7 @@ def _wait_for_scales():
 
 
 def _clear_exchange(plan, next_exchange):
-    """Fill `next_exchange`, through which the programs of the next launch pass partials, with
-    `EMPTY_WORD`."""
+    """Fill `next_exchange`, the exchange memory of the next launch, with `EMPTY_WORD`."""
 
     def body(memory):
         first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4

@@ -52,8 +52,9 @@ PACKED_TILE = 512
 NUM_STRIPS = 4
 # A strip of memory holds at most `STRIP_CAPACITY` of the tokens that a warp collects.
 STRIP_CAPACITY = 128
-# The last launch determines the exact threshold. When it reads a whole row, with 16 warps, a load
-# reads this many tokens. With a large tile, fewer iterations wait for memory.
+# The last launch determines the exact threshold. If it must read a whole row, it uses 16 warps, and
+# each load reads this many tokens. Large loads need fewer iterations, and each iteration waits for
+# memory.
 WHOLE_ROW_TILE = 4096
 # The first launch tries thresholds at these distances below the largest logit, in bits. A token at
 # distance d is 2**-d times as probable as the most probable token. The launch also tries minus
@@ -431,7 +432,7 @@ def _bisect(holds, low, high):
 
 
 def _order_key(x):
-    """Return int32 keys that order like the floats; -0.0 and 0.0 have the same key."""
+    """Return int32 keys in the order of the floats; -0.0 and 0.0 have the same key."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

@@ -88,8 +88,8 @@ def test_result_row_has_the_number_of_context_tokens_that_the_timed_steps_read(
     steps = seen[step_times.WARM_TURNS :]
     assert len(steps) == 8
     # The reported number may differ from the mean of the counted numbers by two tokens per
-    # sequence. One token is of the step in flight. The other comes from rounding half of the number
-    # of steps.
+    # sequence. One token may come from the step in flight, the other from rounding half of the
+    # number of steps.
     assert abs(row["context_tokens"] - sum(steps) / 8) <= 4 * 2
 
 

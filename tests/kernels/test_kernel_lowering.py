@@ -163,8 +163,8 @@ def test_fp8_scales_are_kernel_inputs_so_that_layers_share_a_compiled_kernel():
     assert call.count("tensor<1xf32>") == 2
 
 
-# Head sizes below the 16 columns of a tensor-core tile, sizes that are no powers of two, and the
-# largest size.
+# The list has head sizes below the 16 columns of a tensor-core tile, sizes that are no powers of
+# two, and the largest size.
 HEAD_SIZES = (2, 8, 12, 16, 24, 32, 40, 64, 80, 96, 128, 200, 256)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LOWERED = {

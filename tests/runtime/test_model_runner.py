@@ -275,7 +275,7 @@ def test_new_batch_rows_are_loaded_onto_the_device_by_one_launch(
     assert len(launched) == 2
 
 
-def test_best_of_samples_get_logprobs(driver: Driver):
+def test_samples_of_a_best_of_request_get_logprobs(driver: Driver):
     params = SamplingParams(temperature=0.5, seed=1, n=1, best_of=2)
     (sequence, _) = driver.request(params, PROMPT, 2).sequences
     driver.prefill(sequence, [1, 2])
