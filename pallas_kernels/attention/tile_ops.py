@@ -206,7 +206,7 @@ def begin_folds(q, carry, spec):
 
 
 def end_folds(carry, v_scale=None):
-    """Convert the result of `fold_keys` back to (max, sum, output) with a full-width output.
+    """Return the result of `fold_keys`, with the parts of the output joined to one tile.
 
     `v_scale`, if not None, is the scale of the values of an FP8 pool: the output is multiplied by
     it.

@@ -131,7 +131,7 @@ def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
 
 
 def num_splits(gemm: GemmProblem) -> int:
-    """Return the number of splits of the depth of XLA's GEMM.
+    """Return into how many splits XLA's GEMM divides the depth.
 
     A narrow weight gives too few tiles to keep the memory busy unless the depth is split. These
     numbers of splits were the fastest in whole decode steps on an H200. A float32 GEMM is never
