@@ -408,7 +408,7 @@ def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, bac
 
 
 def check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
-    """Check the pool, its head size for the backend, the sequences, and the score options."""
+    """Check pool, sequences and score options, and whether the backend supports the head size."""
     head_size, max_head_size = checks.check_pool(kv)["H"], backend.max_head_size
     if max_head_size is not None and head_size > max_head_size:
         raise ValueError(

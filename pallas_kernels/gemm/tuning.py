@@ -320,8 +320,8 @@ def _choose_few_rows_config(
     # With block scales, stages with two groups are faster than stages with one group.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
     num_groups = 1 + is_paired
-    # Use as many stages as hold the number of weight bytes that a program should prefetch, if these
-    # stages fit in shared memory.
+    # A program should prefetch `ahead` bytes of the weight, and needs enough stages to hold them.
+    # Shared memory limits the number of stages.
     stage_weight = num_groups * num_consumers * num_factors * 64 * 128
     stage_x = num_groups * tile_rows * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
