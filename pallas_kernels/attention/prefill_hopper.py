@@ -478,7 +478,7 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Zero the value rows from `live` on if the sequence ends inside a block.
+            """Set row `live` of the values and all later rows to 0 if the sequence ends inside a block.
 
             Both consumer warpgroups write the same zeros, so they need no barrier.
             """

@@ -667,9 +667,9 @@ def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch)
     ),
 )
 def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backend):
-    """The maximum score of a row rises or falls from key tile to key tile, or stays the same.
+    """The maximum score of a row rises or falls from key tile to key tile, or is almost constant.
 
-    The size of the change depends on the size of the row's query.
+    The keys grow or shrink with their position. Every third query is small, so its scores are too.
     """
     dtype, heads = dtype_and_heads
     case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
