@@ -478,7 +478,7 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Set row `live` of the values and all later rows to 0 if the sequence ends inside a block.
+            """Set the rows of values from row `live` on to 0 if the sequence ends inside a block.
 
             Both consumer warpgroups write the same zeros, so they need no barrier.
             """
