@@ -85,6 +85,25 @@ def _scales(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     return scale, scale.astype(np.float32)[rows][:, columns]
 
 
+def quantize_blocks(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Quantize the projections of a checkpoint to FP8, with one scale per block of 128 x 128."""
+    quantized = dict(tensors)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name].astype(np.float32)
+        rows, columns = weight.shape
+        narrow = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
+        scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
+        for row in range(0, rows, 128):
+            for column in range(0, columns, 128):
+                block = weight[row : row + 128, column : column + 128]
+                scale = max(np.abs(block).max(), np.float32(1e-30)) / np.float32(448)
+                values = np.clip(block / scale, -448, 448).astype(narrow.dtype)
+                narrow[row : row + 128, column : column + 128] = values
+                scales[row // 128, column // 128] = scale
+        quantized |= {name: narrow, f"{name}_scale_inv": scales}
+    return quantized
+
+
 def write_checkpoint(
     folder: Path, kind: str, *, is_stacked: bool = False, **fields: Any
 ) -> dict[str, np.ndarray]:

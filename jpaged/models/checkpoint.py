@@ -94,6 +94,33 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class ScaleAxis:
+    """One axis of the FP8 scales of a tensor that is quantized.
+
+    Attributes:
+        part_sizes: Sizes of the parts of the weight along this axis, in numbers of the weight. Each
+            part begins with a new block.
+        block_size: Number of consecutive entries that share a scale. The last block of a part may
+            be smaller.
+        start: Index of the tensor's first scale in the parameter that holds the scales.
+    """
+
+    part_sizes: tuple[int, ...]
+    block_size: int = 1
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """Size of the weight along this axis."""
+        return sum(self.part_sizes)
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Number of blocks of each part."""
+        return tuple(-(-size // self.block_size) for size in self.part_sizes)
+
+
+@dataclass(frozen=True)
 class WeightRule:
     """A mapping from one checkpoint tensor to a parameter, or to one part of a fused parameter.
 
@@ -114,9 +141,11 @@ class WeightRule:
         start: Index along `axis` at which the piece begins.
         addend: Number added to every value after casting to the parameter's dtype.
         is_scalar: Whether the tensor is a single number that fills the piece.
-        scale_path: Path of the parameter [*outputs] for the scales of a tensor that is quantized to
-            FP8 while it is loaded, one scale per output. The outputs are the first axes of the
-            piece. None: the tensor is not quantized while it is loaded.
+        scale_path: Path of the parameter for the scales of a tensor that is quantized to FP8 while
+            it is loaded. None: the tensor is not quantized while it is loaded.
+        scale_axes: The axes of the scales, if blocks of the piece share a scale. The piece is
+            reshaped to the sizes of these axes. `update_weights` supports blocks, but the loader of
+            files does not. None: one scale per output. The outputs are the first axes of the piece.
         expert: Index along axis 0 of a parameter that stacks the weights of all experts, if the
             tensor holds one expert; otherwise None. `axis` is then another axis.
         is_alternative: Whether the tensor is an alternative layout of tensors that other rules
@@ -133,6 +162,7 @@ class WeightRule:
     addend: float = 0.0
     is_scalar: bool = False
     scale_path: str | None = None
+    scale_axes: tuple[ScaleAxis, ...] | None = None
     expert: int | None = None
     is_alternative: bool = False
 

@@ -131,11 +131,14 @@ class QuantizationConfig:
             scales.
         unquantized_paths: Paths of the projections that are not quantized.
         has_kv_scales: Whether the checkpoint has the scales of an FP8 KV cache.
+        has_float_tensors: Whether the checkpoint's tensors are unquantized, and `format` quantizes
+            them. Set for an update of the weights.
     """
 
     format: type[WeightFormat]
     unquantized_paths: tuple[str, ...] = ()
     has_kv_scales: bool = False
+    has_float_tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,7 +327,15 @@ class ModelConfig:
         found = self.projections.get(in_layer if is_in_layer else path)
         if is_in_layer and in_layer.startswith("mlp.") and self.layers[int(index)].experts:
             return None
-        return None if found is None else replace(found, format=self.weight_format(path))
+        if found is None:
+            return None
+        options = {"has_float_tensors": self.has_float_tensors}
+        return replace(found, format=self.weight_format(path), **options)
+
+    @property
+    def has_float_tensors(self) -> bool:
+        """See `QuantizationConfig.has_float_tensors`."""
+        return self.quantization is not None and self.quantization.has_float_tensors
 
     def weight_format(self, path: str) -> type[WeightFormat]:
         """Return the weight format of the projection or of the experts at `path`.

@@ -7,6 +7,7 @@ projections of the same checkpoint (`jpaged.models.formats`, `jpaged.models.fp8`
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import ScaleAxis, WeightRule
 from jpaged.models.config import ExpertsConfig, ModelConfig, expert_path
 from jpaged.models.formats import (
     BatchInvariantFormat,
@@ -96,6 +97,27 @@ class ExpertFormat(nnx.Module):
             target: Path of the `SparseFeedForward`.
         """
 
+    @classmethod
+    def float_rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
+        """Return the rules that map the unquantized weight at `source` to parameters.
+
+        A format whose parameters are quantized overrides this method. See `rules` for the
+        arguments.
+        """
+        return cls.rules(config, experts, source, target)
+
+    @classmethod
+    def state_rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, target: str
+    ) -> list[WeightRule]:
+        """Return the rules that quantize the parameters of an `UnquantizedExpertFormat`.
+
+        The list is empty if the format does not quantize. See `rules` for the arguments.
+        """
+        return []
+
     @abstractmethod
     def __call__(
         self, x: Float[Array, "T D"], routing: Routing, backend: Backend
@@ -174,30 +196,38 @@ class FP8ExpertFormat(ExpertFormat):
     def rules(
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
+        return cls.float_rules(config, experts, source, target)
+
+    @override
+    @classmethod
+    def float_rules(
+        cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
+    ) -> list[WeightRule]:
         layout, path = (
             _fp8_layout(source, *_sizes(config, experts)),
             f"{target}.{source.parameter}",
         )
-        scale_path = path + "_weight_scale"
-        return [WeightRule(source.weight_name, path, **layout, scale_path=scale_path)]
+        return [cls._quantizing_rule(WeightRule(source.weight_name, path, **layout))]
 
+    @override
     @classmethod
     def state_rules(
         cls, config: ModelConfig, experts: ExpertsConfig, target: str
     ) -> list[WeightRule]:
-        """Return the rules that quantize the parameters of an `UnquantizedExpertFormat`.
-
-        See `rules` for the arguments.
-        """
         count, width, inner = _sizes(config, experts)
         layouts = {
             "gate_up": ((count, 2, inner, width), ((0,), (3,), (1,), (2,))),
             "down": ((count, width, inner), ((0,), (2,), (1,))),
         }
         return [
-            WeightRule(path, path, *layout, scale_path=path + "_weight_scale")
+            cls._quantizing_rule(WeightRule(path, path, *layout))
             for path, layout in ((f"{target}.{name}", it) for name, it in layouts.items())
         ]
+
+    @classmethod
+    def _quantizing_rule(cls, rule: WeightRule) -> WeightRule:
+        """Return the rule of a weight, which also quantizes the weight."""
+        return replace(rule, scale_path=f"{rule.target}_weight_scale")
 
     @override
     def __call__(
@@ -296,6 +326,16 @@ class FP8BlockExpertFormat(FP8ExpertFormat):
             WeightRule(source.weight_name, path, **layout),
             WeightRule(source.name + suffix, path + "_weight_scale", **scale_layout),
         ]
+
+    @override
+    @classmethod
+    def _quantizing_rule(cls, rule: WeightRule) -> WeightRule:
+        *stacked, outputs, inputs = rule.shape or ()
+        axes = [
+            ScaleAxis((size,), start=rule.offsets.get(axis, 0)) for axis, size in enumerate(stacked)
+        ]
+        axes += [ScaleAxis((size,), FP8_GROUP_SIZE) for size in (outputs, inputs)]
+        return replace(super()._quantizing_rule(rule), scale_axes=tuple(axes))
 
 
 def _sizes(config: ModelConfig, experts: ExpertsConfig) -> tuple[int, int, int]:

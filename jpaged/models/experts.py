@@ -161,6 +161,7 @@ def expert_rules(
     sources.append(ExpertSource(f"{stacked}.experts.gate_up_proj", "gate_up"))
     sources.append(ExpertSource(f"{stacked}.experts.down_proj", "down"))
     weight_format = expert_format(config, index)
+    make_rules = weight_format.float_rules if config.has_float_tensors else weight_format.rules
     for each in sources:
-        rules += weight_format.rules(config, experts, each, target)
+        rules += make_rules(config, experts, each, target)
     return rules

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from typing_extensions import override
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import ScaleAxis, WeightRule
 from jpaged.models.sharding import PendingAllReduce
 from pallas_kernels import (
     Backend,
@@ -42,6 +42,7 @@ class Projection:
         needs_all_reduce: Whether each tensor-parallel device has a shard of the inputs, so that an
             all-reduce must sum the devices' outputs.
         format: Class of the weight's format.
+        has_float_tensors: See `QuantizationConfig`.
     """
 
     input_shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Projection:
     has_bias: bool = False
     needs_all_reduce: bool = False
     format: "type[WeightFormat]" = field(default_factory=lambda: UnquantizedFormat)
+    has_float_tensors: bool = False
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -121,6 +123,17 @@ class WeightFormat(nnx.Module):
 
         See `linear.linear_rules` for the arguments.
         """
+
+    @classmethod
+    def float_rules(
+        cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        """Return the rules that map unquantized tensors to the weight's parameters.
+
+        A format whose parameters are quantized overrides this method, and its rules say how the
+        scales are computed. See `linear.linear_rules` for the arguments.
+        """
+        return cls.rules(projection, sources, target, transposed=transposed)
 
     @abstractmethod
     def matmul_partials(self, x: LinearInput, backend: Backend) -> Float[Array, "parts T size_out"]:
@@ -227,6 +240,7 @@ def weight_rule(
     *,
     axis: int = 0,
     scale_path: str | None = None,
+    scale_axes: tuple[ScaleAxis, ...] | None = None,
 ) -> WeightRule:
     """Return the rule that maps one checkpoint tensor to its range of a projection's weight.
 
@@ -237,7 +251,7 @@ def weight_rule(
         transposed: See `linear.linear_rules`.
         axis: First output axis of the parameter: 0 if the parameter is [*outputs, *inputs], and
             `len(projection.input_shape)` if the parameter is [*inputs, *outputs].
-        scale_path: See `WeightRule`.
+        scale_path, scale_axes: See `WeightRule`.
     """
     source, start, size = source_range
     output_shape = size, *projection.trailing_shape
@@ -245,8 +259,9 @@ def weight_rule(
     outputs = tuple(range(axis, axis + len(output_shape)))
     inputs = tuple(each for each in range(len(shape)) if each not in outputs)
     file_axes = (outputs, inputs) if transposed else (inputs, outputs)
+    scales: dict[str, Any] = {"scale_path": scale_path, "scale_axes": scale_axes}
     return WeightRule(
-        source + ".weight", target + ".weight", shape, file_axes, axis, start, scale_path=scale_path
+        source + ".weight", target + ".weight", shape, file_axes, axis, start, **scales
     )
 
 

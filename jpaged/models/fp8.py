@@ -15,15 +15,16 @@ number on any device. Therefore the quantized rows do not depend on the number o
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from typing_extensions import override
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import ScaleAxis, WeightRule
 from jpaged.models.formats import (
     LinearInput,
     Projection,
@@ -36,6 +37,8 @@ from jpaged.models.sharding import PendingAllReduce, all_max, reduce_update
 from pallas_kernels import (
     FP8,
     FP8_GROUP_SIZE,
+    FP8_MAX,
+    FP8_MIN_ABSMAX,
     Backend,
     add_rms_norm_to_fp8,
     block_scaled_gated_gemm,
@@ -128,26 +131,36 @@ class FP8Format(_FP8Base):
     def rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
+        if cls.scale_granularity is None:
+            return cls.float_rules(projection, sources, target, transposed=transposed)
         found, scale = list[WeightRule](), target + ".weight_scale"
-        scale_path = scale if cls.scale_granularity is None else None
         count = len(projection.parts) if len(sources) == 1 else 1
         outputs = tuple(range(len(projection.output_shape)))
         for index, source_range in enumerate(projection.source_ranges(sources)):
-            found.append(
-                weight_rule(projection, source_range, target, transposed, scale_path=scale_path)
-            )
+            found.append(weight_rule(projection, source_range, target, transposed))
             source, start, size = source_range
             shape = size, *projection.trailing_shape
             rule = WeightRule(source + ".weight_scale", scale, shape, None, 0, start)
             # The checkpoint stores the scales with shape [outputs, 1].
             if cls.scale_granularity == "channel":
                 found.append(replace(rule, file_axes=(outputs, ())))
-            elif cls.scale_granularity == "tensor":
+            else:
                 found.append(replace(rule, is_scalar=True))
             if cls.is_static:
                 fields = source + ".input_scale", target + ".input_scale", (count,), None, 0, index
                 found.append(WeightRule(*fields, is_scalar=True))
         return found
+
+    @override
+    @classmethod
+    def float_rules(
+        cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        options: dict[str, Any] = {"scale_path": target + ".weight_scale"}
+        return [
+            weight_rule(projection, source_range, target, transposed, **options)
+            for source_range in projection.source_ranges(sources)
+        ]
 
     @override
     def matmul_partials(self, x: LinearInput, backend: Backend) -> Float[Array, "parts T size_out"]:
@@ -228,6 +241,26 @@ class FP8BlockFormat(_FP8Base):
         return found
 
     @override
+    @classmethod
+    def float_rules(
+        cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        found, first, widths = list[WeightRule](), 0, tuple(_part_widths(projection))
+        ranges = projection.source_ranges(sources)
+        inputs = ScaleAxis((math.prod(projection.input_shape),), FP8_GROUP_SIZE)
+        for index, source_range in enumerate(ranges):
+            # A single tensor holds all parts, and each part begins with a new block.
+            part_sizes = widths if len(ranges) == 1 else (widths[index],)
+            outputs = ScaleAxis(part_sizes, FP8_GROUP_SIZE, first)
+            options: dict[str, Any] = {
+                "scale_path": target + ".weight_scale",
+                "scale_axes": (outputs, inputs),
+            }
+            found.append(weight_rule(projection, source_range, target, transposed, **options))
+            first += sum(outputs.num_blocks)
+        return found
+
+    @override
     def matmul_partials(self, x: LinearInput, backend: Backend) -> Float[Array, "parts T size_out"]:
         factors, widths = self._gemm_operands(x, backend), _part_widths(self.projection)
         scale = self.weight_scale[...]
@@ -247,3 +280,64 @@ def _part_widths(projection: Projection) -> list[int]:
 def num_blocks(size: int) -> int:
     """Return the number of blocks along an axis of `size`; the last block may be smaller."""
     return -(-size // FP8_GROUP_SIZE)
+
+
+def fp8_scales(values: Float[Array, "..."], axes: Sequence[ScaleAxis]) -> Float32[Array, "..."]:
+    """Return the scales with which a weight is quantized, one axis per entry of `axes`.
+
+    Args:
+        values: The weight in the layout of the parameter. It is reshaped to the sizes of `axes`.
+            Numbers that differ only in the remaining axes share a scale.
+        axes: Axes of the scales.
+    """
+    largest = jnp.abs(values).reshape(*(axis.size for axis in axes), -1).max(-1)
+    # Begin with the last axis, because its blocks are contiguous in memory.
+    for index in reversed(range(len(axes))):
+        largest = _block_max(largest, axes[index], index)
+    largest = largest.astype(jnp.float32)
+    # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
+    # constant, and the result would be rounded differently.
+    divisor = jax.lax.optimization_barrier(jnp.full(largest.shape, FP8_MAX, jnp.float32))
+    return jnp.maximum(largest, jnp.float32(FP8_MIN_ABSMAX)) / divisor
+
+
+def _block_max(values: jax.Array, axis: ScaleAxis, index: int) -> jax.Array:
+    """Return the maximum of each block along axis `index` of an array without negative numbers."""
+    if axis.block_size == 1:
+        return values
+    maxima = list[jax.Array]()
+    for part in _split_parts(values, axis.part_sizes, index):
+        padding = [(0, 0)] * part.ndim
+        padding[index] = 0, -part.shape[index] % axis.block_size
+        shape = *part.shape[:index], -1, axis.block_size, *part.shape[index + 1 :]
+        maxima.append(jnp.pad(part, padding).reshape(shape).max(index + 1))
+    return jnp.concatenate(maxima, index)
+
+
+def expand_scales(
+    scales: Float32[Array, "..."], axes: Sequence[ScaleAxis], shape: Sequence[int]
+) -> Float32[Array, "..."]:
+    """Return the scale of each number of a weight.
+
+    Args:
+        scales: Result of `fp8_scales`.
+        axes: Axes of the scales.
+        shape: Shape of the weight.
+    """
+    for index, axis in enumerate(axes):
+        if axis.block_size == 1:
+            continue
+        parts = _split_parts(scales, axis.num_blocks, index)
+        repeated = (jnp.repeat(part, axis.block_size, index) for part in parts)
+        cut = [
+            jax.lax.slice_in_dim(part, 0, size, axis=index)
+            for part, size in zip(repeated, axis.part_sizes, strict=True)
+        ]
+        scales = jnp.concatenate(cut, index)
+    num_shared = math.prod(shape) // scales.size
+    return jnp.broadcast_to(scales[..., None], (*scales.shape, num_shared)).reshape(shape)
+
+
+def _split_parts(array: jax.Array, sizes: Sequence[int], index: int) -> list[jax.Array]:
+    """Split an array along axis `index` into parts of the given sizes."""
+    return jnp.split(array, np.cumsum(sizes)[:-1], index)

@@ -197,7 +197,9 @@ def linear_rules(
         target: Path of the `Linear`.
         transposed: Whether the checkpoint stores weights as [out, in] rather than [in, out].
     """
-    weights = projection.format.rules(projection, sources, target, transposed=transposed)
+    weight_format = projection.format
+    make_rules = weight_format.float_rules if projection.has_float_tensors else weight_format.rules
+    weights = make_rules(projection, sources, target, transposed=transposed)
     size = len(projection.output_shape)
     biases = [
         WeightRule(

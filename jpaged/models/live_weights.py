@@ -27,6 +27,7 @@ from jpaged.models.checkpoint import (
     FILE_DTYPES,
     FP8_FILE_DTYPE,
     CheckpointError,
+    ScaleAxis,
     TensorInfo,
     WeightRule,
     WeightRules,
@@ -35,13 +36,11 @@ from jpaged.models.checkpoint import (
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
-from jpaged.models.expert_formats import FP8ExpertFormat, expert_format
-from jpaged.models.formats import UnquantizedFormat
-from jpaged.models.fp8 import FP8Format
+from jpaged.models.expert_formats import expert_format
+from jpaged.models.fp8 import expand_scales, fp8_scales
 from jpaged.models.loader import (
     ModelPlan,
     TensorPlacement,
-    max_abs,
     model_parameters,
     parameter_path,
     plan_weights,
@@ -50,7 +49,6 @@ from jpaged.models.loader import (
 )
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import MESH_AXIS, ShardSlice, axis_sharding
-from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX
 
 _FILE_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
@@ -63,14 +61,18 @@ WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Position of one array within an unsharded parameter; see `TensorPlacement` for the fields."""
+    """Position of one array within an unsharded parameter.
+
+    `TensorPlacement` describes the fields. `scale_axes` are the axes of the scales, if the array is
+    quantized.
+    """
 
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
     start: tuple[int, ...]
     addend: float
     is_scalar: bool
-    num_output_axes: int
+    scale_axes: tuple[ScaleAxis, ...]
 
 
 @dataclass(frozen=True)
@@ -193,15 +195,9 @@ class ModelParameters:
     def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
         is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
-        quantization = config.quantization
-        has_fp8_format = quantization is not None and quantization.format is not UnquantizedFormat
-        if quantization is not None and has_fp8_format and not is_quantized:
-            if quantization.format.outputs_per_scale > 1:
-                raise ValueError(
-                    "params has no FP8 weights, but the engine's weights have one scale per block: "
-                    "pass FP8 weights and their scales, as in the checkpoint"
-                )
-            config = replace(config, quantization=replace(quantization, format=FP8Format))
+        if config.quantization is not None and not is_quantized:
+            quantization = replace(config.quantization, has_float_tensors=True)
+            config = replace(config, quantization=quantization)
             # Keep the static scales of the activations: `params` does not contain new ones.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         if is_state:
@@ -245,7 +241,7 @@ class ModelParameters:
                 tuple(it.start.tolist()),
                 it.rule.addend,
                 it.rule.is_scalar,
-                it.num_output_axes,
+                _scale_axes(it),
             )
             for it in placements
         )
@@ -355,9 +351,9 @@ def _state_rules(
 ) -> tuple[WeightRules, list[TensorInfo]]:
     """Return the rules that map the state of a model to the parameters of the engine.
 
-    An array in the state has the same name as the engine's parameter. If the state has no scales
-    for a projection that the engine quantizes, the weight in the state must be [*inputs, *outputs].
-    In that case, weights of experts must have the layout of an `UnquantizedExpertFormat`.
+    An array in the state has the same name as the engine's parameter. If the state is unquantized,
+    a weight that the engine quantizes must be [*inputs, *outputs], and weights of experts must have
+    the layout of an `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -365,32 +361,41 @@ def _state_rules(
         tensors: Arrays in the state.
 
     Returns:
-        The rules, and `tensors` in which each weight that will be quantized has the shape [inputs,
+        The rules, and `tensors` in which each weight of an unquantized state has the shape [inputs,
         outputs].
     """
-    quantized, rules, shapes = set[str](), list[WeightRule](), dict[str, tuple[tuple, tuple]]()
-    for path in specs:
-        module, _, name = path.rpartition(".")
-        projection = config.projection(module)
-        if name != "weight" or projection is None or not issubclass(projection.format, FP8Format):
-            continue
-        if projection.format.scale_granularity is not None:
-            continue
-        rules += projection.format.rules(projection, [module], module, transposed=False)
-        quantized |= {path, f"{module}.weight_scale"}
-        shapes[path] = projection.input_shape, projection.output_shape
-    for index, layer in enumerate(config.layers):
-        if layer.experts is not None and expert_format(config, index) is FP8ExpertFormat:
-            experts = FP8ExpertFormat.state_rules(config, layer.experts, f"layers.{index}.mlp")
-            quantized |= {path for it in experts for path in (it.target, it.scale_path) if path}
-            rules += experts
-    rules += [WeightRule(path, path) for path in specs if path not in quantized]
+    rules, shapes = list[WeightRule](), dict[str, tuple[tuple, tuple]]()
+    if config.has_float_tensors:
+        for path in specs:
+            module, _, name = path.rpartition(".")
+            projection = config.projection(module)
+            if name != "weight" or projection is None:
+                continue
+            shapes[path] = projection.input_shape, projection.output_shape
+            rules += projection.format.float_rules(projection, [module], module, transposed=False)
+        for index, layer in enumerate(config.layers):
+            if layer.experts is not None:
+                weight_format, path = expert_format(config, index), f"layers.{index}.mlp"
+                rules += weight_format.state_rules(config, layer.experts, path)
+    filled = {path for rule in rules for path in (rule.target, rule.scale_path)}
+    rules += [WeightRule(path, path) for path in specs if path not in filled]
     return WeightRules(rules), [
         replace(it, shape=tuple(math.prod(sizes) for sizes in found))
         if (found := shapes.get(it.name)) is not None and it.shape == found[0] + found[1]
         else it
         for it in tensors
     ]
+
+
+def _scale_axes(placement: TensorPlacement) -> tuple[ScaleAxis, ...]:
+    """Return the axes of the scales of a tensor that is quantized; otherwise an empty tuple."""
+    if placement.rule.scale_axes is not None:
+        return placement.rule.scale_axes
+    sizes = placement.shape[: placement.num_output_axes]
+    starts = placement.start.tolist()
+    return tuple(
+        ScaleAxis((size,), start=start) for size, start in zip(sizes, starts, strict=False)
+    )
 
 
 class _FileTensors(Mapping[str, np.ndarray]):
@@ -519,29 +524,20 @@ def _write_pieces(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Write arrays into an unsharded parameter, and return the updated parameter and its scales.
 
-    If `scale` is not None, quantize the arrays to FP8, and write the scale of each output into
-    `scale`.
+    If `scale` is not None, quantize the arrays to FP8, and write their scales into `scale`.
     """
     for piece, tensor in zip(layout.pieces, tensors, strict=True):
         if piece.is_scalar:
             tensor = jnp.broadcast_to(tensor.reshape([1] * len(piece.shape)), piece.shape)
         slab = tensor.reshape([piece.shape[axis] for axis in piece.axis_order])
-        start, piece_scale = np.array(piece.start, np.int32), None
+        start, axes, number_scale = np.array(piece.start, np.int32), piece.scale_axes, None
         if scale is not None:
-            outputs = piece.num_output_axes
-            piece_scale = _fp8_scale(slab, piece)
-            scale = jax.lax.dynamic_update_slice(scale, piece_scale, list(start[:outputs]))
-        param = update_parameter(param, slab, start, piece_scale, piece.axis_order, piece.addend)
+            inverse = tuple(map(piece.axis_order.index, range(slab.ndim)))
+            found = fp8_scales(jnp.transpose(slab, inverse), axes)
+            scale = jax.lax.dynamic_update_slice(scale, found, [axis.start for axis in axes])
+            number_scale = expand_scales(found, axes, piece.shape)
+        param = update_parameter(param, slab, start, number_scale, piece.axis_order, piece.addend)
     return param, scale
-
-
-def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
-    """Return the FP8 scale of each output, with the bits that the loader computes."""
-    found = max_abs(slab, piece.axis_order, piece.num_output_axes)
-    # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
-    # constant, and the result would be rounded differently.
-    divisor = jax.lax.optimization_barrier(jnp.full(found.shape, FP8_MAX, jnp.float32))
-    return jnp.maximum(found, jnp.float32(FP8_MIN_ABSMAX)) / divisor
 
 
 def _write_boxes(

@@ -96,7 +96,7 @@ class TensorPlacement:
         shape: Shape of the tensor in the parameter's layout.
         axis_order: Axes of `shape` in the order of the file, slowest first.
         num_output_axes: Number of leading axes of `shape` that are outputs, if the tensor is
-            quantized to FP8 with one scale per output while it is loaded; otherwise 0.
+            quantized to FP8 with one scale per output; otherwise 0.
     """
 
     tensor: TensorInfo
@@ -612,10 +612,9 @@ def _place_tensor(
 
     Add an entry to `problems` if the tensor's dtype or shape is wrong.
     """
-    param_shape, num_output_axes = (
-        specs[path].shape,
-        len(specs[rule.scale_path].shape) if rule.scale_path else 0,
-    )
+    param_shape, num_output_axes = specs[path].shape, 0
+    if rule.scale_path is not None and rule.scale_axes is None:
+        num_output_axes = len(specs[rule.scale_path].shape)
     shape = param_shape if rule.shape is None else rule.shape
     file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
