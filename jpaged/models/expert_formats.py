@@ -330,11 +330,12 @@ class FP8BlockExpertFormat(FP8ExpertFormat):
     @override
     @classmethod
     def _quantizing_rule(cls, rule: WeightRule) -> WeightRule:
-        *stacked, outputs, inputs = rule.shape or ()
+        shape = rule.shape or ()
         axes = [
-            ScaleAxis((size,), start=rule.offsets.get(axis, 0)) for axis, size in enumerate(stacked)
+            ScaleAxis((size,), start=rule.offsets.get(axis, 0))
+            for axis, size in enumerate(shape[:-2])
         ]
-        axes += [ScaleAxis((size,), FP8_GROUP_SIZE) for size in (outputs, inputs)]
+        axes += [ScaleAxis((size,), FP8_GROUP_SIZE) for size in shape[-2:]]
         return replace(super()._quantizing_rule(rule), scale_axes=tuple(axes))
 
 

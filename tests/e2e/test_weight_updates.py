@@ -4,12 +4,16 @@ with the new weights."""
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 from e2e_options import Engines, token_ids
 from random_models import random_model
 from safetensors.flax import load_file
 
 from jpaged import Engine, SamplingParams
+from tests import fp8_experts as made
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
 PROMPTS = [[5, 9, 2, 7, 1, 8, 3, 6, 4] * 3, [7, 3]]
@@ -61,4 +65,29 @@ def test_engine_with_updated_weights_gives_the_same_answers_as_a_new_engine(
     engine.update_weights(tensors[0])
     engine.wake_up()
     assert (answers(engine), engine.weights_version) == (before, 8)
+    engine.check_integrity()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
+def test_blocks_quantized_by_an_update_give_the_same_answers_as_a_quantized_checkpoint(
+    new_engine: Engines, tmp_path: Path, options: dict
+):
+    """The checkpoints have dense and sparse layers, and one scale per block of 128 x 128."""
+    sizes = made.WIDE | {"hidden_size": 192}
+    fields = made.FIELDS | sizes | {"quantization_config": made.CONFIGS["block"]}
+    old = made.write_checkpoint(tmp_path / "float", "loaded", **sizes)
+    rng = np.random.default_rng(1)
+    new = {
+        name: (it * rng.uniform(0.2, 1.8, it.shape)).astype(ml_dtypes.bfloat16)
+        for name, it in old.items()
+    }
+    for name, tensors in (("old", old), ("new", new)):
+        made.save(tmp_path / name, fields, made.quantize_blocks(tensors))
+    engine = new_engine(tmp_path / "old", **OPTIONS, **options)
+    before = answers(engine)
+    engine.update_weights({name: jnp.asarray(it) for name, it in new.items()})
+    assert answers(engine) == answers(new_engine(tmp_path / "new", **OPTIONS, **options)) != before
+    engine.update_weights(tmp_path / "float")
+    assert answers(engine) == before
     engine.check_integrity()
