@@ -116,7 +116,7 @@ def test_pool_watch_reports_a_block_table_that_shrinks_and_grows_again():
     driver.step()
     replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # as if the step had computed only 3 tokens
+    sequence.num_computed_tokens = 3  # pretend that the step computed only 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
