@@ -152,7 +152,7 @@ def test_opt_model_loads_with_calibrated_scales(tmp_path: Path):
         (SCALES_FILE_NAME, f"has a file {SCALES_FILE_NAME}, .*: rename it"),
     ],
 )
-def test_calibrate_refuses_a_checkpoint_with_a_file_that_has_the_name_of_an_output(
+def test_calibrate_refuses_a_checkpoint_file_with_the_name_of_an_output_file(
     tmp_path: Path, existing: str, message: str
 ):
     source = tmp_path / "source"
