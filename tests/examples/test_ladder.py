@@ -69,17 +69,17 @@ def test_empty_slots_do_not_change_results(work, rung: Any, monkeypatch):
         np.testing.assert_array_equal(out, rung.attend(*rung.prepare(work)))
 
 
-def test_naive_rung_wastes_the_expected_share(work):
+def test_padding_takes_two_thirds_of_the_products_of_the_naive_rung(work):
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
-    # The share is the same if only the pairs of the causal mask count.
+    # The percentage is the same if only pairs (query, key) count that the causal mask allows.
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
-def test_counted_flops_equal_the_program(work, rung: ModuleType):
+def test_stated_number_of_flops_equals_that_of_the_program(work, rung: ModuleType):
     closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
     assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
@@ -89,10 +89,11 @@ def test_two_pass_rung_reads_keys_twice(work):
     assert two.num_flops * 2 == one.num_flops * 3
     assert two.bytes_read * 2 == one.bytes_read * 3
     assert (two.calls, one.calls) == (30, 15)
-    assert two.waste == one.waste == 64 / 21632  # of the last sequence's 8 x 16 pairs
+    # The last sequence has 8 tokens in a block of 16 slots, so 64 of its 8 x 16 pairs are padding.
+    assert two.waste == one.waste == 64 / 21632
 
 
-def test_ragged_rung_counts_its_tiles(work):
+def test_cost_of_the_ragged_rung_follows_from_its_tiles(work):
     *_, tiles = rung_5_ragged.prepare(work)
     steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
     assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
@@ -101,7 +102,8 @@ def test_ragged_rung_counts_its_tiles(work):
 
 
 def test_ragged_tile_writes_only_its_rows():
-    # In order, a later tile could overwrite the wrong rows of an earlier tile.
+    # If a tile also wrote the rows after its last row, the next tile would overwrite these rows. If
+    # the tiles run in reverse order, such wrong rows remain.
     *arrays, tiles = rung_5_ragged.prepare(ladder.make_workload((9, 8, 20)))
     in_order, reverse = (rung_5_ragged.attend(*arrays, each) for each in (tiles, tiles[::-1]))
     np.testing.assert_array_equal(in_order, reverse)
@@ -140,7 +142,7 @@ def test_command_line_error_names_the_option(monkeypatch, capsys):
     assert "--lengths 12,x: pass positive integers, such as 128,64,32,8" in capsys.readouterr().err
 
 
-def test_a_rung_runs_by_itself(monkeypatch, capsys):
+def test_selected_rungs_can_be_run_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "128,64,32,8"])
     ladder.main(rung_1_naive, rung_4_block_tables)
     header, first, second = capsys.readouterr().out.splitlines()
@@ -155,7 +157,7 @@ def test_each_rung_is_a_short_file(rung: ModuleType):
 
 
 def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
-    """Yield the multiplications and additions of each matrix multiplication of a program."""
+    """Yield the number of FLOPs of each matrix multiplication of a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
