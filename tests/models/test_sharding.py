@@ -60,7 +60,7 @@ def config_of(case: str) -> ModelConfig:
     return replace(config, enable_expert_parallel=case == "whole-experts")
 
 
-def test_shards_split_the_axis_whose_size_per_device_is_smaller():
+def test_sharded_axis_is_the_axis_that_is_smaller_on_each_device():
     assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
         ShardSlice((0, 2), (0, 0), (6, 2))
     ]
