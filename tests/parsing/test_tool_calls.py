@@ -66,13 +66,13 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
         [WEATHER, ("call", "now", "{}")],
     ),
-    (  # arguments before the name, and an additional key
+    (  # The call has the arguments before the name, and an additional key.
         "hermes",
         '<tool_call>{"id": 7, "arguments": {"q": "\\u00e9\\n \\"}{ é"}, "name": "f", "x": [{}]}'
         "</tool_call> Done.\n",
         [("call", "f", '{"q": "\\u00e9\\n \\"}{ é"}'), ("content", " Done.\n")],
     ),
-    (  # a line break within a string, and no closing tag
+    (  # The call has a line break within a string, and no closing tag.
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"code": "a\nb", "n": [-1.5e3, true, null]}',
         [("call", "f", '{"code": "a\nb", "n": [-1.5e3, true, null]}')],
@@ -161,7 +161,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
             )
         ],
     ),
-    (  # without the outer tags, and with an unknown function and unknown parameters
+    (  # The call lacks the outer tags. Its function and parameters are unknown.
         "qwen3_xml",
         "<function=f><parameter=a>1</parameter></function> Done",
         [("call", "f", '{"a": "1"}'), ("content", " Done")],
