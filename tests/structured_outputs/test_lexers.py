@@ -250,9 +250,13 @@ def resident_bytes() -> int:
 
 
 def measured_growth() -> dict[str, int]:
-    """Return the memory of lexers in bytes: with a low limit, with a high limit, and when idle.
+    """Return by how many bytes the memory of the process grows in four situations.
 
-    "running" is the memory while answers that received no token for a second still exist.
+    Returns:
+        bounded: Eight answers run, and the lexers of a grammar have a limit of 10 MiB.
+        unbounded: Eight answers run, and the limit is 512 MiB.
+        running: These answers have received no token for a second.
+        idle: All answers are deleted.
     """
     bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()

@@ -411,7 +411,8 @@ def test_worker_is_not_killed_if_the_engine_reads_its_report_late(
 
 
 def test_exit_of_a_forked_child_keeps_the_worker_running():
-    """Finalizers of the client run in the forked child too, and must not end the worker there."""
+    """A forked child runs the finalizers of the client when it exits. These finalizers must not end
+    the worker of the parent."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     begin_answers(process)
     pid = process.pid
