@@ -17,7 +17,7 @@ from tools.record_products import (
 )
 
 
-def test_autotuning_files_are_found_and_remains_are_ignored(tmp_path: Path):
+def test_autotuning_files_are_found_and_temporary_files_are_ignored(tmp_path: Path):
     files = {
         "device/one.pb": b"\x80fast",
         "two.textproto": b"faster",
