@@ -36,7 +36,10 @@ def throughput_driver(*prompt_lens: int, **limits) -> Driver:
 
 
 def check_steps(driver: Driver, *expected: dict[int, int]) -> None:
-    """Check the next steps against dicts {seq_id: number of tokens}, then run to the end."""
+    """Check how many tokens of each sequence the next steps compute, then run to the end.
+
+    `expected` has a dict from sequence ids to numbers of tokens for each step.
+    """
     assert [{s: n for s, _, n, _ in shape(driver.step())} for _ in expected] == [*expected]
     driver.run()
 
