@@ -75,7 +75,9 @@ def test_calibrated_scale_of_a_layer_of_zeros_is_1_and_infinite_values_are_refus
 
 
 @pytest.mark.full
-def test_calibrated_scales_change_logprobs_no_more_than_scale_1(engines: Engines, folder: Path):
+def test_error_of_logprobs_with_calibrated_scales_is_at_most_that_with_scale_1(
+    engines: Engines, folder: Path
+):
     options: dict[str, Any] = {"enable_prefix_caching": False}
     wide = scores(engines(**options), PROMPTS)
     drifts = [

@@ -266,7 +266,7 @@ def test_deltas_name_the_weight_versions_of_their_tokens():
 
 
 @pytest.mark.full
-def test_interrupt_during_an_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_during_a_weight_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine()
     update = ModelRunner.update_parameters
 
@@ -301,7 +301,7 @@ def test_requests_continue_after_their_weights_were_donated_and_updated(loop: st
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     outputs = [output for _ in range(4) for output in engine.step()]
-    params["out"].delete()  # donating an array deletes it too
+    params["out"].delete()  # JAX deletes a donated array in the same way
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):

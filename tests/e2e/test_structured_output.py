@@ -387,7 +387,7 @@ def test_killing_the_mask_process_ends_only_requests_with_a_grammar(engine: Engi
     for num_steps in (0, 1, 6):
         names = [engine.add_request(QUESTION, it) for it in (JSON_PARAMS, GREEDY, JSON_PARAMS)]
         take_steps(engine, num_steps)
-        for pid in mask_processes():  # other engines lose their mask workers too
+        for pid in mask_processes():  # includes the mask workers of other engines
             os.kill(pid, signal.SIGKILL)
         final = final_updates(engine)
         errors = [final[it].error for it in names]
