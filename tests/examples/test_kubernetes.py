@@ -78,7 +78,7 @@ def test_labels_and_ports_of_manifests_match():
     assert annotations["prometheus.io/port"] == str(ports["http"])
 
 
-def test_server_accepts_the_arguments_and_can_drain():
+def test_server_accepts_the_arguments_of_the_deployment_and_can_drain():
     pod, own = manifest("deployment")["spec"]["template"]["spec"], container()
     assert own["command"] == ["python", "-m", "jpaged.serve"]
     flags = read_flags(own["args"])

@@ -101,7 +101,7 @@ def test_overloaded_replica_is_ranked_last():
     assert memory.rank([b"1"], {"a": 7, "b": 2}, max_extra_load=4) == ["b", "a"]
 
 
-def test_removed_replica_is_forgotten():
+def test_router_forgets_the_prefixes_of_a_removed_replica():
     memory = PrefixMemory()
     memory.note([], "b")
     memory.note([b"1"], "a")
