@@ -83,9 +83,9 @@ def test_each_device_holds_its_own_query_key_and_value_heads():
 @pytest.mark.parametrize(
     ("count", "parts", "starts"),
     [
-        # 8 devices, 8 query heads, 2 KV heads: four devices hold the same KV head.
+        # With 8 devices, 8 query heads and 2 KV heads, four devices hold the same KV head.
         (8, [(8, 1), (2, 1), (2, 1)], [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]),
-        # 4 devices, 4 query heads, 2 KV heads, and 2 scale blocks for each head.
+        # This case has 4 devices, 4 query heads, 2 KV heads, and 2 scale blocks for each head.
         (4, [(8, 2), (4, 2), (4, 2)], [[2 * i, 8 + i // 2 * 2, 12 + i // 2 * 2] for i in range(4)]),
     ],
     ids=["heads", "scale blocks"],
