@@ -161,7 +161,10 @@ def scaled_gemm(x, weight, x_scale, weight_scale):
 
 
 def fused_layer(attention_output, hidden, weights, *, eps, dtype=np.float64):
-    """Return the residual stream [T, D] and the next layer's qkv [T, Q]."""
+    """Compute a layer after its attention, and the first projection of the next layer.
+
+    Return the residual stream [T, D], and the next layer's queries, keys and values [T, Q].
+    """
     attention_output, hidden = (np.asarray(x).astype(dtype) for x in (attention_output, hidden))
     output, norm, gate_up, down, next_norm, qkv = (np.asarray(w).astype(dtype) for w in weights)
     streams, projected = [], []
