@@ -155,7 +155,7 @@ def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.Monke
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
     (plain,) = new_grammars().submit(spec, ENDING).result(20)
     limit_states(monkeypatch, 700)
-    # This fuel suffices to compile the grammar, but not to replay the answer's tokens.
+    # This limit of fuel suffices to compile the grammar, but not to replay the answer's tokens.
     monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
     (replaced,) = new_grammars().submit(spec, ENDING).result(20)
     start = replaced.inner

@@ -170,7 +170,8 @@ def test_entries_of_the_shared_mask_memory_are_reused(process: MaskWorkerClient)
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    assert max(places) <= 2 + 2 * 5  # some entries of ended answers may not be free yet
+    # The mask memory may still hold entries of answers that have ended.
+    assert max(places) <= 2 + 2 * 5
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
