@@ -58,7 +58,7 @@ def test_gemms_with_fp8_weights_are_recorded_separately():
         for recipe in recipes
         for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
     }
-    # An FP8 pool has this dtype, because an element holds two FP8 numbers.
+    # An FP8 pool has the dtype uint16, because an element holds two FP8 numbers.
     assert "uint16" in pools
 
 
