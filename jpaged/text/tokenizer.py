@@ -497,8 +497,8 @@ Later tokens are assumed to equal the tokens of the whole text.
 def splits_at_words(vocabulary: Iterable[str]) -> bool:
     """Return whether no token of a vocabulary spans parts of two words.
 
-    In this case, the tokenizer always splits a text between words, even without a pre-tokenizer
-    (Llama 2).
+    If so, the tokenizer always splits a text between words, even if it has no pre-tokenizer (as in
+    Llama 2).
     """
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 
