@@ -256,7 +256,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 
 def _local_folder(model: str | Path) -> Path | None:
-    """Return the local folder `model`. Return None if `model` is not a folder but may be a hub id.
+    """Return the local folder `model`, or None if `model` may be a hub id.
 
     Raises:
         CheckpointError: `model` is a file, or is neither a folder nor a possible hub id, or the

@@ -548,8 +548,8 @@ class ConfigFields:
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields as read, so that `refuse_unread` accepts them. They do not change the
-        computation."""
+        """Mark fields that do not change the computation as read. `refuse_unread` then accepts
+        them."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:

@@ -129,7 +129,8 @@ class SparseFeedForward(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Add the update to the residual stream, and apply the norm before the feed-forward."""
+        """Add the update to the residual stream, and apply the norm that precedes the
+        feed-forward."""
         return add_norm(norm, hidden, update, backend)
 
 

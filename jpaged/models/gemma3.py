@@ -102,8 +102,8 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Gemma 3: those of LLaMA, with the norms of Gemma 3. The tensors of
-    the image encoder are ignored."""
+    """Return the weight rules of Gemma 3: LLaMA's rules, with Gemma 3's norms. The tensors of the
+    image encoder are ignored."""
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
     return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

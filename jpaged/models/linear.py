@@ -115,7 +115,7 @@ class Linear(nnx.Module):
     def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        """Add the bias if there is one, and reshape the split-K partials to [parts, T, *outputs].
+        """Add the bias, if any, and reshape the split-K partials to [parts, T, *outputs].
 
         With a bias, the result has a single partial.
         """
@@ -132,7 +132,7 @@ class Linear(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """Add an update to the residual stream, and apply the norm before this projection.
+        """Add an update to the residual stream, and apply the norm that precedes this projection.
 
         If the weight format quantizes rows, one kernel runs the RMSNorm and the quantization.
 

@@ -63,8 +63,7 @@ WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Position of one array within an unsharded parameter. The fields are those of
-    `TensorPlacement`."""
+    """Position of one array within an unsharded parameter. See `TensorPlacement` for the fields."""
 
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
@@ -362,8 +361,8 @@ def _state_rules(
     """Return the rules that map the state of a model to the parameters of the engine.
 
     The state and the engine use the same names for parameters. If the engine quantizes a projection
-    and the state has no scales for it, the weight is quantized. Its shape in the state must be
-    [*inputs, *outputs], or the shape in `UnquantizedExpertFormat` for experts.
+    and the state has no scales for it, the weight is quantized. In the state, the weight must have
+    the shape [*inputs, *outputs], or for experts, the shape in `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -545,8 +544,7 @@ def _write_pieces(
 
 
 def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
-    """Return the FP8 scale of each output. The bits are the same as those that the loader
-    computes."""
+    """Return the FP8 scale of each output, bit for bit as the loader computes it."""
     found = max_abs(slab, piece.axis_order, piece.num_output_axes)
     # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
     # constant, and the result would be rounded differently.

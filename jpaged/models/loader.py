@@ -117,7 +117,7 @@ class TensorPlacement:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether the whole tensor is read at once.
+        """Whether the loader reads the whole tensor in one slab.
 
         This is true for scalars. It is also true for a tensor that is stored as [in, out], as in
         GPT-2, and quantized to FP8 while it is loaded: an output's scale needs all inputs.
@@ -580,7 +580,7 @@ def _check_coverage(
 
 
 def _join_sources(sources: Sequence[str]) -> str:
-    """Return a text that lists the names of tensors, but at most `_MAX_LISTED_SOURCES` of them."""
+    """Return a text that lists at most `_MAX_LISTED_SOURCES` names of tensors."""
     more = len(sources) - _MAX_LISTED_SOURCES
     if more <= 0:
         return " and ".join(sources)
@@ -707,7 +707,7 @@ def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Arr
 
 def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
     """Read rows of a tensor from its file, and split its axes into the axes of the parameter. The
-    order of the axes is that of the file."""
+    axes are in the order of the file."""
     read = read_rows(placement.tensor, rows)
     if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)

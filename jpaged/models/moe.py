@@ -69,12 +69,12 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Mixtral: those of Mistral, with experts instead of dense
+    """Return the weight rules of Mixtral: Mistral's rules, with experts instead of dense
     feed-forwards."""
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Qwen3-MoE and OLMoE: those of LLaMA, with experts, and with norms
+    """Return the weight rules of Qwen3-MoE and OLMoE: LLaMA's rules, with experts, and with norms
     of queries and keys."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

@@ -51,7 +51,7 @@ def add_norm_rows(
     """
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
-        # If there is no update, add zeros, so that the fused kernel runs. XLA's order of summation
+        # Add zeros if no update is given, so that the fused kernel runs. XLA's order of summation
         # may depend on the number of rows.
         update = jnp.zeros_like(hidden)[None]
     if update is not None and (is_kernel or not batch_invariant):

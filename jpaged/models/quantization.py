@@ -38,8 +38,8 @@ _IGNORED_FIELDS: dict[str, set[str]] = {
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    # Function from all names that the config may use for a module to whether the module is not
-    # quantized.
+    # Function that takes all names that the config may use for a module. It returns whether the
+    # module stays unquantized.
     is_ignored: Callable[[Sequence[str]], bool]
     has_kv_scales: bool
 
@@ -199,8 +199,8 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
     for key, choices in wanted.items():
         if (value := scheme_fields.get(key, choices[0])) not in choices:
             raise field_error(scheme_fields.prefix + key, value, " or ".join(map(str, choices)))
-    # Ignore these fields: they say how the scales were computed, and the checkpoint contains the
-    # computed scales.
+    # The observer fields say how the scales were computed. The checkpoint contains the scales, so
+    # ignore these fields.
     scheme_fields.ignore({"observer", "observer_kwargs"})
     scheme_fields.refuse_unread()
     return _ScaleScheme(str(strategy), is_dynamic is True)

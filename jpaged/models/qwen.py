@@ -103,5 +103,5 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Qwen3: those of LLaMA, with norms of query and key heads."""
+    """Return the weight rules of Qwen3: LLaMA's rules, with norms of query and key heads."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

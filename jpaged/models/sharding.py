@@ -99,7 +99,7 @@ def barrier_all_reduce(
 def sum_in_device_order(x: jax.Array) -> jax.Array:
     """Sum the devices' arrays in float32 in the order of the devices, and round once.
 
-    Unlike here, the order in which an all-reduce sums may depend on the size of the array.
+    This function does not use an all-reduce, whose order may depend on the size of the array.
     """
     parts = lax.all_gather(x, MESH_AXIS).astype(jnp.float32)
     return reduce(jnp.add, list(parts)).astype(x.dtype)
@@ -263,8 +263,8 @@ def shard_slices(
     slices, unsharded_offset, local_offset = [], 0, 0
     for size, shard_size in parts or [(unsharded_shape[axis], shard_shape[axis])]:
         shape = (*unsharded_shape[:axis], shard_size, *unsharded_shape[axis + 1 :])
-        # If the devices outnumber the KV heads, several devices hold the same head. Rounding down
-        # to a multiple of `shard_size` gives them the same start.
+        # If the devices outnumber the KV heads, several devices hold the same head. Round down to a
+        # multiple of `shard_size`, so that these devices get the same start.
         start = unsharded_offset + device_index * size // count // shard_size * shard_size
         slices.append(ShardSlice(at(start), at(local_offset), shape))
         unsharded_offset, local_offset = unsharded_offset + size, local_offset + shard_size
