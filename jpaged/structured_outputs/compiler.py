@@ -266,7 +266,7 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                # Compute a mask that nobody uses, because that resets the lexer's fuel.
+                # Compute a mask and ignore it: this resets the lexer's fuel, which limits its work.
                 lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]

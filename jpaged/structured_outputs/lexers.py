@@ -38,7 +38,7 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def _libc() -> Any:
-    """Return the C library, with the result types of the functions used here."""
+    """Load the C library, and declare the result types of the functions that this module calls."""
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):  # glibc before 2.33, musl
         libc.mallinfo2.restype = _Mallinfo

@@ -476,9 +476,8 @@ class MaskWorkerClient:
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # `_silent_s` may be shorter than this wait, because a report that arrived early in
-                # the wait may belong to an earlier step. Therefore, half of `max_wait_s` without a
-                # report is enough.
+                # A report early in this wait may belong to an earlier step, but it has reset
+                # `_silent_s`. Therefore, the worker counts as silent after half of `max_wait_s`.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True

@@ -623,7 +623,7 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def encode_message(kind: MaskMessageKind, *parts: bytes, count: int = 0) -> bytes:
-    """Return the bytes of a message to the mask worker that concerns `count` answers."""
+    """Return the bytes of a message to the mask worker, about `count` answers."""
     return frame_message(_HEADER.pack(kind, count), *parts)
 
 

@@ -490,7 +490,7 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError if there is a schema that no finite value matches."""
+        """Raise ValueError if no finite value matches one of the schemas."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):
@@ -533,8 +533,8 @@ class _SatisfiabilityCheck:
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
             # `needed` lists the schemas of required properties or items. Remove those that some
-            # value is known to match. Such a schema stays matchable, because its set of types only
-            # grows.
+            # value is known to match. The set of types of a schema only grows, so a schema that is
+            # removed need not be checked again.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:
