@@ -110,7 +110,7 @@ def _split_sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int
     """Yield the tokens of a text in sequences of at most `length` tokens.
 
     Every sequence begins with the first token of the text. This may be the beginning-of-text token,
-    whose attention keys differ much from those of all other tokens.
+    whose attention keys differ much from the keys of all other tokens.
     """
     first, rest = token_ids[0], token_ids[1:]
     for start in range(0, max(len(rest), 1), length - 1):

@@ -504,7 +504,7 @@ def splits_at_words(vocabulary: Iterable[str]) -> bool:
 
 
 def text_tail(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
-    """Cut off the end of a text, so that it can be encoded without the rest of the text.
+    """Return the end of a text, so that the caller can encode it without the rest of the text.
 
     Args:
         text: The text.
