@@ -69,7 +69,7 @@ class Outcome:
 class Trial:
     """A candidate (or the heuristic), and the keys of its programs by case.
 
-    There is a case for each size that is timed, and for each small input that is checked.
+    Each case is a size that is timed, or a small input that is checked.
     """
 
     override: Override
@@ -174,8 +174,8 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # The launch parameters of a candidate are those of the heuristic, with some fields
-            # replaced. They are therefore known without tracing.
+            # A candidate has the launch parameters of the heuristic, with some fields replaced. Its
+            # launch parameters are therefore known without tracing.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
                 known[planned], _ = self._lower_one(case, build, trial.override)

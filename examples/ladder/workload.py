@@ -95,7 +95,7 @@ class Cost(NamedTuple):
 
     @property
     def num_flops(self) -> int:
-        """Number of FLOPs, including those of padding."""
+        """Number of FLOPs, including FLOPs that are spent on padding."""
         return self.num_pairs * NUM_HEADS * self.flops_per_pair
 
     @property
