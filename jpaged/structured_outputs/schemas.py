@@ -490,7 +490,7 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError if no finite value matches one of the schemas."""
+        """Raise ValueError if any of the schemas matches no finite value."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):
