@@ -199,7 +199,7 @@ def build_site(site: Path) -> None:
 
 
 def check_navigation(sources: Path) -> None:
-    """Raise ValueError if the navigation does not have exactly the pages of the site.
+    """Raise ValueError unless the navigation lists exactly the pages of the site.
 
     Decision records need no entry: `decisions_page` lists them.
     """
