@@ -279,8 +279,8 @@ def main(control: socket.socket) -> int:
                     os.close(files[0])
                     continue
                 control.close()
-                # Keep the channel open until the fork exits: when the channel closes, the server
-                # orders the kill of the fork, which would change the exit code.
+                # Keep the channel open until the fork exits. The server kills a fork whose channel
+                # closes, which would change the exit code.
                 channel = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)

@@ -220,7 +220,7 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
         codes = np.frombuffer(chunk, np.uint8)
         quotes = codes == ord('"')
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
-        in_string, outside = inside[-1], inside == 0  # a closing quote is outside
+        in_string, outside = inside[-1], inside == 0  # a closing quote counts as outside
         quote_positions = np.flatnonzero(quotes)
         if len(quote_positions):
             starts = np.concatenate(([string_start - start], quote_positions[:-1] + 1))
@@ -371,7 +371,7 @@ def _count_names(value: Any) -> int:
 def _child_containers(value: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:
     """Return the arrays and objects directly inside an array or object."""
     items = value.values() if isinstance(value, dict) else value
-    if _SCALAR_TYPES.issuperset(map(type, items)):  # fast for token ids
+    if _SCALAR_TYPES.issuperset(map(type, items)):  # a fast path for token ids
         return []
     return [item for item in items if isinstance(item, (dict, list))]
 

@@ -305,7 +305,7 @@ class StrictConnection(h11.Connection):
         if status == 431:
             message = f"the request line and headers are larger than {self._max_header_bytes} bytes"
             return ApiError(status, f"{message}: send fewer or shorter headers")
-        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # leave out the client's bytes
+        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # leave out quoted bytes
         return ApiError(status, f"the request cannot be read as HTTP/1.1: {why}")
 
     def _check(self, event: h11.Request, size: int) -> None:
@@ -382,7 +382,7 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         if not self._num_accepts_left:
             self._num_accepts_left = self.accept_batch
-            # Tells asyncio that no connection is waiting, which ends the batch.
+            # This error makes asyncio believe that no connection is waiting, which ends the batch.
             raise BlockingIOError
         self._num_accepts_left -= 1
         try:
