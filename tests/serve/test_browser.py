@@ -512,7 +512,7 @@ def test_page_runs_the_calculator_tool_call(pages: Pages, compilation_cache: Pat
 def test_page_shows_a_server_error(pages: Pages):
     page = open_live(pages)
     send(page, "x" * 600)
-    assert "256" in page.inner_text(".foot")  # the maximum sequence length
+    assert "256" in page.inner_text(".foot")  # the error names the maximum length
     assert pages.problems.pop().startswith("Failed to load resource")  # pyright: ignore
 
 
@@ -619,7 +619,7 @@ LARGE_POOL = """async () => {
 @pytest.mark.full
 def test_page_of_a_server_with_an_api_key_requires_it(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--api-key", KEY) as address:
-        with pytest.raises(Exception, match="INVALID_AUTH"):  # no user to prompt
+        with pytest.raises(Exception, match="INVALID_AUTH"):  # the test passes no key
             pages(address=address)
         known = {"username": "anybody", "password": KEY}
         page = open_live(pages, "0", address=address, http_credentials=known)
