@@ -110,8 +110,8 @@ def models_page() -> str:
         (
             "# Supported models and GPUs\n",
             "This page says which checkpoints and which devices jpaged runs, for people who choose "
-            "either. jpaged refuses any other model or setting before it reads the weights, with an "
-            "error that names the field.\n",
+            "either. jpaged refuses any other model or setting before it reads the weights, with "
+            "an error that names the field.\n",
             "## Models\n",
             "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
             "jpaged works with every family: prefix caching, samples and beams, swapping, "
