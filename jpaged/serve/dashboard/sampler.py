@@ -1,4 +1,4 @@
-"""Sampling of the pool for the dashboard, between the steps of the engine.
+"""Sampling of the KV block pool for the dashboard, between the steps of the engine.
 
 A sampler is idle until pool diffs are fetched. Then it samples after steps, but may use only a
 small fraction of the time. While the engine is idle, the time budget for samples grows. So a single

@@ -82,8 +82,8 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn: StrictConnection = StrictConnection(self.limits.max_header_bytes)
-        # Idle or lingering connections, oldest first, which may be closed to make room. All
-        # connections share this dict.
+        # Connections that may be closed to make room, oldest first: connections without a request,
+        # and connections that discard the rest of a request. All connections share this dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
         self._request_start = 0.0  # event-loop time at which the request began
@@ -318,9 +318,9 @@ class StrictConnection(h11.Connection):
 
 
 class SurplusGuard:
-    """ASGI middleware that refuses requests on surplus connections, and closes the connections.
+    """ASGI middleware that refuses requests on connections above the limit, and closes them.
 
-    Health checks on surplus connections are answered.
+    Health checks on these surplus connections are answered.
 
     Args:
         app: Application that answers the other requests.
