@@ -207,7 +207,7 @@ class EngineWorker:
         engine, arguments, error = self._engine, dict(command.arguments), None
         folder = arguments.pop("path", None)
         is_wait = command.action == "pause" and arguments.get("mode") == "wait"
-        # `Engine.pause` raises an error for mode="wait" if requests cannot end, or with `recompute`.
+        # `Engine.pause` raises an error if requests cannot end, or if `recompute` is set.
         if is_wait and engine.can_advance and not arguments.get("recompute"):
             self._pending_pause = command
             return

@@ -264,8 +264,8 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
             raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        # Put spaces around the number that replaces the string. Invalid JSON may have digits directly
-        # before or after the string, which must not become digits of the number.
+        # Put spaces around the number that replaces the string. In invalid JSON, digits may stand
+        # directly before or after the string. They must not become digits of the number.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))
