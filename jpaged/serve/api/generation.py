@@ -245,8 +245,8 @@ class ChoicesGeneration(Generation):
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
         """Return whether to encode these updates in a separate thread.
 
-        Only updates with many log-probabilities are encoded in a thread. They collect when a slow
-        client does not read for some time.
+        Only updates with many log-probabilities are encoded in a thread. Many log-probabilities
+        collect when a slow client does not read for some time.
         """
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS

@@ -265,7 +265,7 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
         # Put spaces around the number that replaces the string. In invalid JSON, digits may stand
-        # directly before or after the string. They must not become digits of the number.
+        # directly before or after the string, and must not become digits of the number.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))

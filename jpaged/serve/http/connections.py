@@ -318,9 +318,10 @@ class StrictConnection(h11.Connection):
 
 
 class SurplusGuard:
-    """ASGI middleware that refuses requests on connections above the limit, and closes them.
+    """ASGI middleware that refuses requests on connections above the limit.
 
-    Health checks on these surplus connections are answered.
+    Health checks on these surplus connections are answered. After a response, a surplus connection
+    is closed.
 
     Args:
         app: Application that answers the other requests.
