@@ -169,8 +169,8 @@ def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # One more launch per layer rotates the keys of all tokens, and writes keys and values to the KV
-    # cache.
+    # Besides attention, one more launch per layer rotates the keys of all tokens, and writes keys
+    # and values to the KV cache.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
@@ -402,7 +402,7 @@ def test_all_reduces_of_long_prompts_use_xla():
 
 def test_equal_layers_are_lowered_once():
     text = step("qwen3-0.6b", "decode", 8)
-    # The first layer is not equal to the others: no residual is added before its norm.
+    # The first layer differs from the other layers: no residual is added before its norm.
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 

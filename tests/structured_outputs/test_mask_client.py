@@ -441,7 +441,7 @@ def test_request_fails_when_the_worker_cannot_start(monkeypatch: pytest.MonkeyPa
             process.submit(WORDS, ENDING)
     with monkeypatch.context() as patch:
         patch.setattr(mask_client, "MAX_OPEN_FILES", 3)
-        with pytest.raises(RuntimeError, match=r"started: .*3 files are open"):
+        with pytest.raises(RuntimeError, match=r"started: .*has 3 open files"):
             process.submit(WORDS, ENDING)
     begin_answers(process)
 
