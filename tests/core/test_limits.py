@@ -109,7 +109,7 @@ def group_request(
 
 
 def driver_with_pins(num_blocks: int) -> Driver:
-    """Return a driver. Its block manager has pinned three blocks, which hold a prefix of twelve
+    """Return a driver whose block manager has pinned three blocks. The blocks hold a prefix of twelve
     tokens with the id 0."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")

@@ -161,7 +161,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
             )
         ],
     ),
-    (  # The call lacks the outer tags. Its function and parameters are unknown.
+    (  # The call lacks the outer tags, and its function and parameters are unknown.
         "qwen3_xml",
         "<function=f><parameter=a>1</parameter></function> Done",
         [("call", "f", '{"a": "1"}'), ("content", " Done")],

@@ -255,7 +255,7 @@ def measured_growth() -> dict[str, int]:
     Returns:
         bounded: Eight answers run, and the lexers of a grammar have a limit of 10 MiB.
         unbounded: Eight answers run, and the limit is 512 MiB.
-        running: These answers have received no token for a second.
+        running: The eight answers exist, but have received no token for a second.
         idle: All answers are deleted.
     """
     bounds.LEXER_IDLE_S = 0.5
