@@ -29,6 +29,7 @@ from jpaged.models.attention import (
     split_heads,
 )
 from jpaged.models.experts import router_logits
+from jpaged.models.layer_calls import trace_once
 from jpaged.models.norm import add_norm_rows, normalize_rows
 from pallas_kernels import (
     Backend,
@@ -194,6 +195,7 @@ class ModelOps:
         return function(*arrays, **options, **mode)
 
 
+@trace_once
 def _project(x, weight, *, backend, batch_invariant):
     outputs = weight.shape[x.ndim - 1 :]
     rows = x.reshape(x.shape[0], -1)
@@ -205,27 +207,32 @@ def _project(x, weight, *, backend, batch_invariant):
     return Partials(values.reshape(*values.shape[:2], *outputs), x.dtype)
 
 
+@trace_once
 def _gated_project(x, weight, *, backend, batch_invariant):
     gemm = batch_invariant_gated_gemm if batch_invariant else gated_gemm
     return gemm(x, weight, backend=backend)
 
 
+@trace_once
 def _project_vocabulary(hidden, table, *, backend, batch_invariant):
     if batch_invariant:
         return batch_invariant_transposed_gemm(hidden, table, backend=backend)
     return einsum("rd,vd->rv", hidden, table, out=jnp.float32)
 
 
+@trace_once
 def _rms_norm(x, weight, *, eps, backend, batch_invariant):
     return normalize_rows(x, weight, eps, batch_invariant=batch_invariant)
 
 
+@trace_once
 def _add_rms_norm(hidden, update, weight, *, eps, backend, batch_invariant):
     return add_norm_rows(
         hidden, update, weight, eps, backend=backend, batch_invariant=batch_invariant
     )
 
 
+@trace_once
 def _experts(
     x,
     router,
@@ -245,6 +252,69 @@ def _experts(
     )
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     return expert_down_gemm(expert_gated_gemm(x, flat, routing, **mode), down, routing, **mode)
+
+
+@trace_once
+def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, sliding_window):
+    """Store keys and values of one layer, and compute attention.
+
+    All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
+    which change no score.
+
+    Returns:
+        The outputs [T, N, H], and the layer's updated pool.
+    """
+    num_heads, head_size = q.shape[1:]
+    new_heads, new_columns = kv.k.shape[2] - heads.num_kv_heads, kv.head_size - head_size
+    if new_heads or new_columns:
+        group = num_heads // heads.num_kv_heads
+        widths = [(0, 0), (0, new_heads), (0, new_columns)]
+        k, v = jnp.pad(k, widths), jnp.pad(v, widths)
+        q = jnp.pad(q, [(0, 0), (0, group * new_heads), (0, new_columns)])
+    dtype = k.dtype if kv.is_scaled else kv.k.dtype
+    slots, backend = attention.slot_mapping, attention.backend
+    kv = write_kv(kv, k.astype(dtype), v.astype(dtype), slots, backend=backend)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    if batch_invariant:
+        attention, options = invariant_inputs(attention), {**options, "batch_invariant": True}
+    out = attend_paged(q, kv, attention, backend=backend, **options)
+    return out[:, :num_heads, :head_size], kv
+
+
+@trace_once
+def _rope_attend(
+    qkv,
+    angles,
+    norm_weights,
+    kv,
+    attention,
+    *,
+    heads,
+    eps,
+    batch_invariant,
+    scale,
+    soft_cap,
+    sliding_window,
+):
+    """Normalize and rotate queries and keys of one layer, and do the work of `_attend`."""
+    norms = None if norm_weights is None else HeadNorms(norm_weights[0], norm_weights[1], eps)
+    mode = {"batch_invariant": batch_invariant}
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window, **mode}
+    if (kv.k.shape[2], kv.head_size) == heads:
+        return attend_projected(
+            qkv.values, kv, attention, angles, norms=norms, dtype=qkv.dtype, **options
+        )
+    # The pool's heads are larger than this layer's heads, so the queries and keys are padded.
+    # The fused kernels cannot rotate padded heads.
+    q, k, v = split_heads(qkv.values, heads.num_kv_heads, qkv.dtype)
+    if norms is not None:
+        q, k = (
+            normalize_rows(it, weight, norms.eps, **mode)
+            for it, weight in ((q, norms.q), (k, norms.k))
+        )
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
+    return _attend(q, k, v, kv, attention, heads=heads, **options)
 
 
 class ModelStep(ModelOps):
@@ -478,26 +548,10 @@ class ModelStep(ModelOps):
     def _attend(
         self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
     ) -> tuple[Array, LayerKV]:
-        """Store keys and values and compute attention. The arguments have been checked.
-
-        All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
-        which change no score.
-        """
-        kv, attention = self._pool[index], self._attention
-        num_kv_heads, head_size, num_heads = *self._layers[index], q.shape[1]
-        new_heads, new_columns = kv.k.shape[2] - num_kv_heads, kv.head_size - head_size
-        if new_heads or new_columns:
-            group = num_heads // num_kv_heads
-            widths = [(0, 0), (0, new_heads), (0, new_columns)]
-            k, v = jnp.pad(k, widths), jnp.pad(v, widths)
-            q = jnp.pad(q, [(0, 0), (0, group * new_heads), (0, new_columns)])
-        dtype = k.dtype if kv.is_scaled else kv.k.dtype
-        slots, backend = attention.slot_mapping, attention.backend
-        kv = write_kv(kv, k.astype(dtype), v.astype(dtype), slots, backend=backend)
-        if self._batch_invariant:
-            attention, options = invariant_inputs(attention), {**options, "batch_invariant": True}
-        out = attend_paged(q, kv, attention, backend=backend, **options)
-        return out[:, :num_heads, :head_size], kv
+        """Do the work of `attend`. The arguments have been checked."""
+        layer = self._pool[index], self._attention
+        mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
+        return _attend(q, k, v, *layer, **mode, **options)
 
     def _rope_attend(
         self,
@@ -508,24 +562,10 @@ class ModelStep(ModelOps):
         options: dict[str, Any],
     ) -> tuple[Array, LayerKV]:
         """Do the work of `rope_attend`. The arguments have been checked."""
-        kv, heads = self._pool[index], self._layers[index]
-        mode = {"batch_invariant": self._batch_invariant}
-        if (kv.k.shape[2], kv.head_size) == heads:
-            attention, dtype = self._attention, qkv.dtype
-            return attend_projected(
-                qkv.values, kv, attention, angles, norms=norms, dtype=dtype, **mode, **options
-            )
-        # The pool's heads are larger than this layer's heads, so the queries and keys are padded.
-        # The fused kernels cannot rotate padded heads.
-        q, k, v = split_heads(qkv.values, heads.num_kv_heads, qkv.dtype)
-        if norms is not None:
-            q, k = (
-                normalize_rows(it, weight, norms.eps, **mode)
-                for it, weight in ((q, norms.q), (k, norms.k))
-            )
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
-        return self._attend(index, q, k, v, options)
+        weights, eps = (None, None) if norms is None else (norms[:2], norms.eps)
+        layer = self._pool[index], self._attention
+        mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
+        return _rope_attend(qkv, angles, weights, *layer, eps=eps, **mode, **options)
 
 
 def _check_dtype(where: str, name: str, array: Any) -> None:

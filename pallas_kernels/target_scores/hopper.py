@@ -28,8 +28,8 @@ from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_CO
 
 # A tile covers `TILE_TOKENS` tokens of the vocabulary.
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
-# The vocabulary size must be a multiple of `TOKEN_MULTIPLE`, because shared memory holds the table
-# in tiles of 8 rows.
+# The table has one row per token. Shared memory holds it in tiles of 8 rows, so the vocabulary size
+# must be a multiple of `TOKEN_MULTIPLE`.
 TOKEN_MULTIPLE = 8
 NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
 _LOG2_E = math.log2(math.e)
