@@ -92,6 +92,7 @@ def multiply_rows(body, operands, routing, *, gated, weight_tiles, dtype, config
     jax.jit, static_argnames=("body", "weight_tiles", "num_choices", "dtype", "config")
 )
 def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dtype, config):
+    """Run the kernel of `multiply_rows`; `order` and `num_choices` are None unless gated."""
     (x, weight, *scales), is_gated, name = operands, order is not None, "expert_gemm_hopper"
     num_stages, num_consumers, tile_rows = config.num_stages, config.num_consumers, config.tile_rows
     depth, stage_depth = x.shape[1], weight_tiles[-1]
@@ -113,8 +114,10 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
         num_weights = 1 + len(scales)
         tiles_ref, *order_refs, out_ref = refs[num_weights:]
         order_ref = order_refs[0] if is_gated else None
-        shared = x_ref, tiles_ref, order_ref, out_ref, *x_smem, *out_smem
-        items = ProgramItems(ring, *shared, num_choices, tile_columns, config)
+        views: Any = (*x_smem, *out_smem)
+        items = ProgramItems(
+            ring, x_ref, tiles_ref, order_ref, out_ref, *views, num_choices, tile_columns, config
+        )
         body(items, *refs[:num_weights], weight_smem=weight_smem)
 
     call = pipelines.pipelined_kernel(
@@ -258,7 +261,8 @@ class ProgramItems:
             item = index * num_programs + program
             tile = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
             column = lax.rem(item, jnp.int32(num_columns)) * self.tile_columns
-            return Item(*(self.tiles_ref[tile + field] for field in range(3)), column)
+            expert, row, count = (self.tiles_ref[tile + field] for field in range(3))
+            return Item(expert, row, count, column)
 
         num_tiles = pipelines.tiles_of_program(program, num_programs, num_items)
         registers = (56, 224) if moves_registers else None

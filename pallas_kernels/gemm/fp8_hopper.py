@@ -100,7 +100,7 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     pipelines.check_whole_tiles(
         (rows, depth, width), tile, config.num_stages, num_stages < num_steps
     )
-    scratch = {
+    scratch: dict[str, Any] = {
         "x_smem": ops.swizzled_smem((num_stages, config.tile_rows, stage_depth), x.dtype),
         "weight_smem": ops.swizzled_smem(
             (num_stages, num_factors, tile_outputs, stage_depth), x.dtype
@@ -256,7 +256,7 @@ def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     width, tile_width = weight.shape[0] // (1 + gated), TILE_COLUMNS * (1 if gated else num_factors)
     tile = TILE_ROWS, GROUP_DEPTH, tile_width
     pipelines.check_whole_tiles((rows, depth, width), tile, num_stages, True)
-    scratch = {
+    scratch: dict[str, Any] = {
         "x_smem": ops.swizzled_smem((num_stages, TILE_ROWS, GROUP_DEPTH), x.dtype),
         "weight_smem": ops.swizzled_smem(
             (num_stages, num_factors, TILE_COLUMNS, GROUP_DEPTH), x.dtype
