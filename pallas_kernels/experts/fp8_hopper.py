@@ -96,7 +96,7 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
 
         def operands(stage, group=0):
             del group  # a stage has one group
-            x_tile = items.x_tiles.at[stage].transpose((1, 0))
+            x_tile = items.x_views[0].at[stage].transpose((1, 0))
             return [(weight_smem.at[stage, block, own_tile], x_tile) for block in range(num_blocks)]
 
         def grouped_sums(item, steps, firsts):

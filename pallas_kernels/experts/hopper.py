@@ -113,10 +113,17 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
     def kernel(x_ref, *refs, ring, x_smem, weight_smem, out_smem):
         num_weights = 1 + len(scales)
         tiles_ref, *order_refs, out_ref = refs[num_weights:]
-        order_ref = order_refs[0] if is_gated else None
-        views: Any = (*x_smem, *out_smem)
         items = ProgramItems(
-            ring, x_ref, tiles_ref, order_ref, out_ref, *views, num_choices, tile_columns, config
+            ring=ring,
+            x_ref=x_ref,
+            tiles_ref=tiles_ref,
+            order_ref=order_refs[0] if is_gated else None,
+            out_ref=out_ref,
+            x_views=x_smem,
+            out_views=out_smem,
+            num_choices=num_choices,
+            tile_columns=tile_columns,
+            config=config,
         )
         body(items, *refs[:num_weights], weight_smem=weight_smem)
 
@@ -165,7 +172,7 @@ def _kernel(items, weight_ref, *, weight_smem):
             items.copy_rows(item, pl.ds(step * TILE, TILE), stage)
 
     def operands(stage):
-        x_tile = items.x_tiles.at[stage].transpose((1, 0))
+        x_tile = items.x_views[0].at[stage].transpose((1, 0))
         weights = [weight_smem.at[stage, block, consumer] for block in range(num_blocks)]
         return [(weight.transpose((1, 0)), x_tile) for weight in weights]
 
@@ -210,10 +217,9 @@ class ProgramItems:
         tiles_ref: Result of `triton.expert_tiles`.
         order_ref: Pair index of each sorted row; None if x is sorted.
         out_ref: The output.
-        x_tiles, x_rows: Shared memory of the rows of all stages, for the tensor core and for the
-            loader.
-        out_tiles, out_rows: Shared memory of the output of all consumers, for the consumers and for
-            the copy engine.
+        x_views: Shared memory of the rows of all stages: for the tensor core, and for the loader.
+        out_views: Shared memory of the output of all consumers: for the consumers, and for the copy
+            engine.
         num_choices: Number of pairs per token; None if x is sorted.
         tile_columns: Number of columns of an item.
         config: Launch parameters.
@@ -224,10 +230,8 @@ class ProgramItems:
     tiles_ref: Any
     order_ref: Any
     out_ref: Any
-    x_tiles: Any
-    x_rows: Any
-    out_tiles: Any
-    out_rows: Any
+    x_views: Any
+    out_views: Any
     num_choices: int | None
     tile_columns: int
     config: ExpertsConfig
@@ -271,12 +275,13 @@ class ProgramItems:
     def copy_rows(self, item, depth_slice, stage):
         """Start to copy the rows of an item from sorted rows."""
         rows = pl.ds(item.row, self.config.tile_rows)
-        stage.copy(self.x_ref.at[rows, depth_slice], self.x_rows)
+        stage.copy(self.x_ref.at[rows, depth_slice], self.x_views[1])
 
     def gather_rows(self, item, step, stage):
         """Start to gather the rows of an item, and publish the rows of an earlier step."""
-        arguments = self.order_ref, self.x_ref, self.x_rows, item.row, item.count, step, stage.index
-        _gather_rows(*arguments, num_choices=self.num_choices)
+        memory = self.order_ref, self.x_ref, self.x_views[1]
+        rows = item.row, item.count
+        _gather_rows(*memory, *rows, step, stage.index, num_choices=self.num_choices)
 
         @pl.when(stage.number >= self._gathers_ahead)
         def _publish():
@@ -307,7 +312,7 @@ class ProgramItems:
                 column in the output.
         """
         consumer = self.ring.warp_group
-        tile_out, row_out = self.out_tiles.at[consumer], self.out_rows.at[consumer]
+        tile_out, row_out = (view.at[consumer] for view in self.out_views)
         for block, result in enumerate(results):
             result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
             # Wait until the previous copy has read the shared memory.
