@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import register_pytree_node
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt16
 
@@ -177,6 +178,14 @@ class HeadNorms(NamedTuple):
     q: Float[Array, "H"]
     k: Float[Array, "H"]
     eps: float
+
+
+# Epsilon stays a Python number when the norms are an argument of a function of `jax.jit`.
+register_pytree_node(
+    HeadNorms,
+    lambda norms: ((norms.q, norms.k), norms.eps),
+    lambda eps, weights: HeadNorms(*weights, eps),
+)
 
 
 class FusedLayerWeights(NamedTuple):

@@ -285,24 +285,22 @@ def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, 
 def _rope_attend(
     qkv,
     angles,
-    norm_weights,
+    norms,
     kv,
     attention,
     *,
     heads,
-    eps,
     batch_invariant,
     scale,
     soft_cap,
     sliding_window,
 ):
     """Normalize and rotate queries and keys of one layer, and do the work of `_attend`."""
-    norms = None if norm_weights is None else HeadNorms(norm_weights[0], norm_weights[1], eps)
     mode = {"batch_invariant": batch_invariant}
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window, **mode}
     if (kv.k.shape[2], kv.head_size) == heads:
         return attend_projected(
-            qkv.values, kv, attention, angles, norms=norms, dtype=qkv.dtype, **options
+            qkv.values, kv, attention, angles, norms, None, dtype=qkv.dtype, **options
         )
     # The pool's heads are larger than this layer's heads, so the queries and keys are padded.
     # The fused kernels cannot rotate padded heads.
@@ -562,10 +560,9 @@ class ModelStep(ModelOps):
         options: dict[str, Any],
     ) -> tuple[Array, LayerKV]:
         """Do the work of `rope_attend`. The arguments have been checked."""
-        weights, eps = (None, None) if norms is None else (norms[:2], norms.eps)
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        return _rope_attend(qkv, angles, weights, *layer, eps=eps, **mode, **options)
+        return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
 
 
 def _check_dtype(where: str, name: str, array: Any) -> None:

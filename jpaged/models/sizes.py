@@ -34,7 +34,7 @@ class JaxModelSizes:
     tensor_parallel_size: int = 1
 
     def shard(self, count: int) -> "JaxModelSizes":
-        """Return the sizes for a single device, because a user's model runs on one device.
+        """Return these sizes unchanged, because a user's model runs on one device.
 
         Raises:
             ValueError: `count` is not 1.
@@ -45,7 +45,7 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of tokens whose logits the device computes: the whole vocabulary."""
+        """Number of tokens whose logits the device computes. It is the size of the vocabulary."""
         return self.vocab_size
 
     @property

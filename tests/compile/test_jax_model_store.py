@@ -118,7 +118,7 @@ def test_program_key_depends_on_which_parameters_a_model_function_uses():
     assert both[0] != both[1]
 
 
-def test_digests_of_model_functions_are_freed_with_their_last_reference():
+def test_deleted_digests_of_model_functions_are_freed_without_garbage_collection():
     digests = plan_jax_model(MODEL, params(), DEVICE).digests()
     found = ref(digests)
     digests.digest(4, [2])

@@ -112,7 +112,7 @@ def test_token_ids_at_integer_limits_are_refused(token_id: int):
         assert normalize_prompts([9, token_id]) == [NormalizedPrompt(token_ids=[9, token_id])]
 
 
-def test_params_apply_to_all_prompts_or_one_each():
+def test_params_object_applies_to_all_prompts_and_params_list_to_one_prompt_each():
     a, b = SamplingParams(temperature=0.5), SamplingParams(seed=3)
     assert pair_params(a, 2) == [a, a]
     assert pair_params([a, b], 2) == [a, b]
@@ -129,7 +129,7 @@ def test_wrong_number_of_params_is_refused():
         pair_params({"seed": 1}, 1)
 
 
-def test_priorities_must_match_the_prompts():
+def test_priorities_must_be_one_integer_per_prompt():
     assert pair_priorities(None, 2) == [0, 0]
     assert pair_priorities((3, np.int64(-1)), 2) == [3, -1]
     with pytest.raises(ValueError, match="priority has 1 entry for 2 prompts"):

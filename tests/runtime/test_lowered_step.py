@@ -2,6 +2,7 @@
 on a host without a GPU."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -257,6 +258,21 @@ def test_more_equal_layers_of_a_jax_model_add_only_calls(name: tuple):
         assert many.count(line) == few.count(line)
     found, added = launches(many), launches(few)
     assert found[KERNEL] + found[HOPPER_KERNEL] > added[KERNEL] + added[HOPPER_KERNEL]
+
+
+def test_triton_operations_do_not_search_for_the_module_of_their_dialect(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    searched = []
+
+    class Finder:
+        def find_spec(self, name: str, *_: Any) -> None:
+            searched.append(name)
+
+    recipe = all_recipes("qwen3-0.6b", 1)["decode", 16]
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    lowered_for_gpu(recipe)
+    assert not [name for name in searched if name.endswith(".tt")]
 
 
 @reads_device_from_mesh
