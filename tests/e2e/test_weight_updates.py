@@ -2,6 +2,7 @@
 with the new weights."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def test_blocks_quantized_by_an_update_give_the_same_answers_as_a_quantized_chec
     new_engine: Engines, tmp_path: Path, options: dict
 ):
     """The checkpoints have dense and sparse layers, and one scale per block of 128 x 128."""
-    sizes = made.WIDE | {"hidden_size": 192}
+    sizes: dict[str, Any] = made.WIDE | {"hidden_size": 192}
     fields = made.FIELDS | sizes | {"quantization_config": made.CONFIGS["block"]}
     old = made.write_checkpoint(tmp_path / "float", "loaded", **sizes)
     rng = np.random.default_rng(1)

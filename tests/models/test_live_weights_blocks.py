@@ -21,14 +21,14 @@ from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from tests import fp8_experts as made
 
-EDGES: dict[str, int] = {
+EDGES: dict[str, Any] = {
     "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
     "intermediate_size": 160, "moe_intermediate_size": 144, "num_experts": 2,
 }  # fmt: skip
 """Sizes of a model in which the last block of each projection is smaller than 128 x 128. The blocks
 of the fused projections end within a tensor: queries have 192 rows, keys and values 64 rows."""
 
-SPLIT = made.WIDE | {"hidden_size": 192, "num_experts": 2}
+SPLIT: dict[str, Any] = made.WIDE | {"hidden_size": 192, "num_experts": 2}
 """Sizes of a model that two devices can split, because each shard holds whole blocks."""
 
 Tensors = dict[str, np.ndarray]
@@ -44,7 +44,7 @@ class Checkpoint:
         tensors: Tensors of the checkpoint in bfloat16.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int], **options: Any):
+    def __init__(self, folder: Path, sizes: dict[str, Any], **options: Any):
         folder.mkdir(exist_ok=True)
         wide = made.write_checkpoint(folder / "wide", "loaded", **sizes)
         # One block contains only zeros, so its scale is the minimum.
