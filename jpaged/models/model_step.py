@@ -30,6 +30,7 @@ from jpaged.models.attention import (
     split_heads,
 )
 from jpaged.models.experts import router_logits
+from jpaged.models.layer_calls import trace_once
 from jpaged.models.model_devices import REPLICATED, Islands, Split, refuse_split
 from jpaged.models.norm import add_norm_rows, normalize_rows
 from jpaged.models.sharding import sum_in_device_order
@@ -272,6 +273,7 @@ def _sum_over_devices(rows: Array, axis_name: str, *, batch_invariant: bool) -> 
     return jax.lax.psum(rows, axis_name)
 
 
+@trace_once
 def _project(x, weight, *, backend, batch_invariant, sum_axis=None):
     outputs = weight.shape[x.ndim - 1 :]
     rows = x.reshape(x.shape[0], -1)
@@ -286,11 +288,13 @@ def _project(x, weight, *, backend, batch_invariant, sum_axis=None):
     return Partials(values.reshape(*values.shape[:2], *outputs), x.dtype)
 
 
+@trace_once
 def _gated_project(x, weight, *, backend, batch_invariant):
     gemm = batch_invariant_gated_gemm if batch_invariant else gated_gemm
     return gemm(x, weight, backend=backend)
 
 
+@trace_once
 def _project_vocabulary(hidden, table, *, backend, batch_invariant, sum_axis=None):
     if batch_invariant:
         logits = batch_invariant_transposed_gemm(hidden, table, backend=backend)
@@ -301,16 +305,19 @@ def _project_vocabulary(hidden, table, *, backend, batch_invariant, sum_axis=Non
     return _sum_over_devices(logits, sum_axis, batch_invariant=batch_invariant)
 
 
+@trace_once
 def _rms_norm(x, weight, *, eps, backend, batch_invariant):
     return normalize_rows(x, weight, eps, batch_invariant=batch_invariant)
 
 
+@trace_once
 def _add_rms_norm(hidden, update, weight, *, eps, backend, batch_invariant):
     return add_norm_rows(
         hidden, update, weight, eps, backend=backend, batch_invariant=batch_invariant
     )
 
 
+@trace_once
 def _experts(
     x,
     router,
@@ -336,6 +343,7 @@ def _experts(
     return _sum_over_devices(rows, sum_axis, batch_invariant=batch_invariant)
 
 
+@trace_once
 def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, sliding_window):
     """Store keys and values of one layer, and compute attention.
 
@@ -362,6 +370,7 @@ def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, 
     return out[:, :num_heads, :head_size], kv
 
 
+@trace_once
 def _rope_attend(
     qkv,
     angles,

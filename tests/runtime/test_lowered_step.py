@@ -200,10 +200,10 @@ def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: 
     assert counted[KERNEL] + counted[HOPPER_KERNEL] == 2 * 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [("decode", 64), ("prefill", (512, 8))], ids=str)
-def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: tuple):
-    fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
+def fused_jax_recipes(num_layers: int) -> dict[Any, Recipe]:
+    """Return a dict from program names to compilation inputs (`Recipe`), for a `JaxModel` with the
+    fused operations and the first `num_layers` layers of Qwen3-0.6B."""
+    fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": num_layers}
     config = read_model_config(fields)
     width, inner, size = config.hidden_size, fields["intermediate_size"], config.head_size
     heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
@@ -213,20 +213,50 @@ def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: t
     sizes |= {"self_attn.q_proj": (heads, width), "self_attn.o_proj": (width, heads)}
     sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
     sizes |= {"mlp.down_proj": (width, inner)}
-    weights = {f"model.layers.{i}.{n}.weight": it for i in range(2) for n, it in sizes.items()}
+    weights = {
+        f"model.layers.{layer}.{name}.weight": it
+        for layer in range(num_layers)
+        for name, it in sizes.items()
+    }
     weights |= {"model.embed_tokens.weight": (config.vocab_size, width)}
     weights |= {"model.norm.weight": (width,)}
     shapes = {name: jax.ShapeDtypeStruct(it, jnp.bfloat16) for name, it in weights.items()}
     params = jax.eval_shape(lambda it: fused_jax_llama.fuse(it, fields), shapes)
     model = fused_jax_llama.make_model({"eos_token_id": None, **fields})
     own = JaxModelSizes(
-        config.vocab_size, width, 2, config.num_kv_heads, size, model.max_positions, "bfloat16"
+        config.vocab_size,
+        width,
+        num_layers,
+        config.num_kv_heads,
+        size,
+        model.max_positions,
+        "bfloat16",
     )
-    recipes = recipes_of_split(SplitModel.of(JaxDecoder(model, own, params)), own)
-    built_in = all_recipes("qwen3-0.6b", 2)[name]
+    split = SplitModel.of(JaxDecoder(model, own, params))
+    return recipes_of_split(split, own, speculation=DRAFTS)
+
+
+def lowered_with_numpy_rules(recipe: Recipe) -> str:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = launches(lowered_for_gpu(recipes[name]))
-    assert found == launches(lowered_for_gpu(built_in))
+        return lowered_for_gpu(recipe)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [("decode", 64), ("prefill", (512, 8))], ids=str)
+def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: tuple):
+    found = launches(lowered_with_numpy_rules(fused_jax_recipes(2)[name]))
+    assert found == launches(lowered_for_gpu(all_recipes("qwen3-0.6b", 2)[name]))
+
+
+@pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
+def test_more_equal_layers_of_a_jax_model_add_only_calls(name: tuple):
+    few, many = (lowered_with_numpy_rules(fused_jax_recipes(count)[name]) for count in (2, 5))
+    # Each operation of a layer is one call: two norms, three products, gate and up, attention.
+    assert many.count(" call @") == few.count(" call @") + 3 * 7
+    for line in ("func.func private", "stablehlo."):
+        assert many.count(line) == few.count(line)
+    found, added = launches(many), launches(few)
+    assert found[KERNEL] + found[HOPPER_KERNEL] > added[KERNEL] + added[HOPPER_KERNEL]
 
 
 @reads_device_from_mesh

@@ -184,6 +184,8 @@ def test_weights_come_only_from_the_allowed_folder(serve: Callable[..., None], t
         body = {"path": "good", "version": 12}
         answer = await server.http.post("/update_weights", headers=KEY, json=body)
         assert answer.json() == AWAKE | {"weights_version": 12}
+        body = await server.complete(prompt="ab", max_tokens=2, return_token_ids=True)
+        assert body["choices"][0]["weight_versions"] == [[12, 0]]
         await server.canary()
 
     serve(scenario, weights_folder=root, **CONTROL)

@@ -71,9 +71,8 @@ class CompletionsGeneration(ChoicesGeneration):
             return delta
         reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         scores = delta.logprobs and []
-        return replace(
-            delta, text="", token_ids=(), logprobs=scores, finish_reason=reason, stop_reason=None
-        )
+        emptied = replace(delta, text="", token_ids=(), weight_versions=(), logprobs=scores)
+        return replace(emptied, finish_reason=reason, stop_reason=None)
 
     @override
     def _is_large(self, updates: list[RequestUpdate]) -> bool:

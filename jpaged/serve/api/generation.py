@@ -288,10 +288,12 @@ class ChoicesGeneration(Generation):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _finish_fields(self, delta: TextDelta) -> JsonObject:
-        """Return the fields that say why an answer ended and, if requested, its token ids."""
+        """Return the fields that say why an answer ended. If the request asks for token ids, also
+        return the ids and the versions of the weights that made the tokens."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._api_request.return_token_ids:
             ending["token_ids"] = list(delta.token_ids)
+            ending["weight_versions"] = delta.weight_versions
         return ending
 
     def _format_token(self, token_id: int) -> str:
