@@ -170,16 +170,18 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
     Raises:
         ValueError: The array is not on the mesh. The message begins with `name`.
     """
-    sharding = leaf.sharding
-    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    own = sharding.mesh if is_named else None
-    same = own is not None and own.axis_names == mesh.axis_names
-    if not same or [*own.devices.flat] != [*mesh.devices.flat] or own.shape != mesh.shape:
+    sharding, remedy = leaf.sharding, "jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
+    own = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if not isinstance(own, Mesh) or own.shape != mesh.shape:
         where = format_count(len(sharding.device_set), "device")
         raise ValueError(
             f"{name} is on {where} with {sharding}, but other arrays of params are on "
-            f"{_describe(mesh)}: pass jax.device_put(array, NamedSharding(mesh, PartitionSpec())) "
-            "for an array that every device needs"
+            f"{_describe(mesh)}: pass {remedy} for an array that every device needs"
+        )
+    if [*own.devices.flat] != [*mesh.devices.flat]:
+        raise ValueError(
+            f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
+            f"other devices, or with another order of devices: pass {remedy} with one mesh"
         )
     wanted = axis_sharding(mesh, split_axis_of(leaf))
     if sharding == wanted:
