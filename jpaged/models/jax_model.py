@@ -479,8 +479,8 @@ def _check_parameter(name: str, leaf: Any, device: Any, mesh: Mesh | None) -> ja
     memory, default = leaf.sharding.memory_kind, device.default_memory().kind
     if memory not in (None, default):
         raise ValueError(
-            f"{name} is in {memory} memory: pass arrays in {default} memory, for example "
-            "jax.device_put(params, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))"
+            f"{name} is in {memory} memory: pass jax.device_put(array, "
+            f"array.sharding.with_memory_kind({default!r}))"
         )
     if mesh is not None:
         return place_on_mesh(name, leaf, mesh)
