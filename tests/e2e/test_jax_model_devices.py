@@ -3,6 +3,7 @@ virtual CPU devices."""
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from test_jax_model import (
 
 from examples import fused_jax_llama, plain_jax_llama
 from jpaged import Engine, JaxModel, SamplingParams
+from jpaged.compile import builder
 from jpaged.engine import startup
 
 pytestmark = pytest.mark.gpu2
@@ -230,6 +232,17 @@ def test_batch_invariant_rows_have_the_same_bits_on_two_devices():
 
     prompts = [[3 + i, *range(5, 9 + 4 * i)] for i in range(7)]
     assert logprobs(prompts) == [logprobs([prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.full
+def test_second_start_on_several_devices_loads_the_stored_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, params = sharded_example("fused", make_mesh(2))
+    options = {"compilation_cache_dir": tmp_path, "max_model_len": 64}
+    first = tokens(make_engine(model, params, **options).generate(PROMPTS, GREEDY))
+    monkeypatch.setattr(builder, "_export", lambda _: pytest.fail("a program was traced"))
+    assert tokens(make_engine(model, params, **options).generate(PROMPTS, GREEDY)) == first
 
 
 def test_memory_account_reports_the_bytes_of_one_of_the_devices():
