@@ -248,12 +248,12 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 class Floor:
     """Lower bounds of the times of steps and generations on an H200, for one model shape.
 
-    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. They also assume
-    that the router of a mixture-of-experts layer chooses all experts equally often.
+    The bounds assume 4.3 TB/s, 790 TFLOP/s, and twice the FLOP/s for GEMMs in FP8. The bounds also
+    assume that the router of a mixture-of-experts layer chooses all experts equally often.
 
     Attributes:
-        weight_bytes: Bytes of all weights that a decode step may read, including all experts, but
-            without the token embedding, of which a step reads only a few rows.
+        weight_bytes: Bytes of all weights that a decode step may read, including all experts. The
+            token embedding does not count, because a step reads only a few rows of it.
         expert_bytes: Bytes of the experts' weights.
         chosen_share: Fraction of the experts that one token chooses.
         kv_bytes_per_token: Bytes of K and V of one token in all layers.

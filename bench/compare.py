@@ -84,7 +84,7 @@ def parse_arguments(
 
     Args:
         parser: The benchmark's parser. The function adds `--compare` and `--threshold` to it.
-        argv: Command-line arguments; None for those of the process.
+        argv: Command-line arguments; None means the arguments of the process.
     """
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSON", help="compare two results: before, after"

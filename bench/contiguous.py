@@ -36,8 +36,8 @@ from jpaged.models.registry import read_model_config
 BATCHINGS = ("static", "slabs")
 # The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.
 SMALLEST_BUCKET = 64
-# Each sequence of a static batch has a contiguous range of cache slots. Its length is one of these
-# numbers, or `max_len`.
+# Each sequence of a static batch has a contiguous range of cache slots. The length of the range is
+# one of these numbers, or `max_len`.
 WIDTHS = (256, 512, 1024)
 READ_BEHIND = 2  # The host reads the tokens of a launch after `READ_BEHIND` further launches.
 
@@ -166,7 +166,7 @@ class Decoder:
         jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
-        """Compile all programs for prompts of up to `longest_prompt` tokens (None: any length)."""
+        """Compile all programs for prompts of up to `longest_prompt` tokens, or of any length."""
         shapes = set()
         for width in self.widths:
             top = bucket(min(longest_prompt or width, width), width)

@@ -103,7 +103,7 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
 # Because of this inner `jit`, JAX traces layers with equal shapes only once.
 @partial(jax.jit, static_argnums=(0, 2))
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
-    """Run one layer. Its input, the residual stream, is `hidden` plus the sum of `update`.
+    """Run one layer. The residual stream, which is the input, is `hidden` plus the sum of `update`.
 
     Returns:
         The new `hidden` and `update`, and K and V of the layer.

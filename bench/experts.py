@@ -7,12 +7,12 @@ JAX's profiler records the kernels. A result row has the times per layer: of eac
 kernels together, and of the layer with the gaps between its kernels.
 
 The lower bound ("floor") of a GEMM is the larger of two times: the time to read the weights of the
-experts that are hit, at `EXPERT_BYTES_PER_SECOND`, and the time to compute the FLOPs, at
-`EXPERT_FLOPS_PER_SECOND`. The constants are those of an H200; `--bandwidth` sets the bandwidth of
-another GPU in TB/s. FP8 weights have half the bytes, and FP8 products take half the time.
+chosen experts, at `EXPERT_BYTES_PER_SECOND`, and the time to compute the FLOPs, at
+`EXPERT_FLOPS_PER_SECOND`. The constants are the speeds of an H200; `--bandwidth` sets the bandwidth
+of another GPU in TB/s. FP8 weights have half the bytes, and FP8 products take half the time.
 
 With FP8 weights, a layer also quantizes the rows before each GEMM, and the kernels' time includes
-that.
+this quantization.
 """
 
 import argparse
@@ -194,7 +194,9 @@ def main():
     parser.add_argument("--bandwidth", type=float, default=EXPERT_BYTES_PER_SECOND / 1e12)
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
-        raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
+        raise SystemExit(
+            f"bench.experts needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}"
+        )
     rows = [
         measure(name, weight_format, num_tokens, arguments.bandwidth * 1e12, arguments.layers)
         for name in arguments.shape

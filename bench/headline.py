@@ -166,8 +166,8 @@ def start_system(system: str, sizes: Sizes) -> Serve:
         max_len=sizes.max_model_len,
         max_batched_tokens=MAX_BATCHED_TOKENS,
         # The host reads the tokens of a launch after two further launches, so launches of many
-        # steps would add to the latency. Such launches would save no time, because one step takes
-        # longer than a launch.
+        # steps would add to the latency. They would save no time, because one step takes longer
+        # than its launch.
         launch_steps=(1, 4),
         arrivals=True,
     )

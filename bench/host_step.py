@@ -94,8 +94,10 @@ def measure(
 def measure_ends(
     num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
-    """Return the median milliseconds of each part of a generation that does not overlap with a step
-    on the device."""
+    """Return the median milliseconds of the parts of a generation during which the device is idle.
+
+    The module's docstring lists the parts.
+    """
     engine, prompts = make_engine(runtime_of(num_seqs), Clock()), make_prompts(num_seqs)
     marks: list[float] = []
     loop, normalize = engine._loop, engine_module.normalize_prompts

@@ -7,7 +7,7 @@ Each request first runs alone. Several engines then run the same requests in ran
 is a request alone and the same request in a batch. The pair is equal if all tokens and
 log-probabilities have the same bits. The engines ("compositions") differ in bursts, loop, chunk
 size, preemption and speculation, and all of them cache prefixes. The composition "scoring" compares
-the log-probabilities of the generation with those of `Engine.score_completions`.
+the log-probabilities of the generation with the results of `Engine.score_completions`.
 """
 
 import argparse
@@ -183,9 +183,7 @@ def _measure_steps(shape: str, repeats: int, mode: str) -> Iterator[dict]:
     """Yield one row per case with the times of the cases A to D."""
     engine = make_engine(shape, batch_invariant=MODES[mode])
     for case in "AB":
-        rows = [
-            throughput.measure(engine, shape, case, seed=seed) for seed in range(1 + repeats)
-        ]
+        rows = [throughput.measure(engine, shape, case, seed=seed) for seed in range(1 + repeats)]
         rates = [row["output_tokens_per_s"] for row in rows[1:]]
         yield _cost(shape, mode, case, "tokens_per_s", statistics.median(rates))
     for case in "CD":

@@ -131,8 +131,8 @@ class FP8Product:
 
     @property
     def mark(self):
-        """Return the target: for few rows the bandwidth of reading the weight in TB/s, otherwise
-        TFLOP/s."""
+        """Return the target of the product: for few rows the speed of reading the weight in TB/s,
+        otherwise the TFLOP/s."""
         if self.rows <= 128:
             return 0.85 * BYTES_PER_SECOND / 1e12
         return 1000.0 if self.in_blocks else 1200.0
@@ -347,7 +347,10 @@ def measure_fp8(product, backend, repeats):
 
 
 def measure_paging(backend, repeats):
-    """Return a row: how many percent longer `PAGING_CASE` takes if its blocks are scattered."""
+    """Return a row that compares `PAGING_CASE` with scattered blocks and with contiguous blocks.
+
+    The value of the row is the additional time in percent.
+    """
     op = attention(PAGING_CASE, backend)
     paged, contiguous = (
         seconds_per_call(op, *build(PAGING_CASE, contiguous=one), repeats) for one in (False, True)
@@ -384,7 +387,9 @@ def main():
     parser.add_argument("--fp8", action="store_true", help="GEMMs in FP8")
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
-        raise SystemExit(f"this needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}")
+        raise SystemExit(
+            f"bench.kernels needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}"
+        )
     if arguments.sweep:
         rows = sweep(Backend.TRITON, arguments.repeats)
         print(record("prefill_sweep", rows))

@@ -4,8 +4,8 @@
     D  64 requests, 1,024 in and 128 out: seconds of the prefill, ms per decode step
 
 Requests are greedy, ignore EOS, and run through `Engine.generate`; the weights are random. The time
-of a decode step is the difference between a whole generation and one of a single token, divided by
-the number of steps between. `--format bf16 fp8` measures both formats in one run.
+of a decode step is (time of a whole generation - time of a generation of one token) / number of
+decode steps. `--format bf16 fp8` measures both formats in one run.
 """
 
 import argparse
@@ -31,8 +31,9 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
-# Maps (case, model) to figures on an H200: milliseconds per decode step of vLLM 0.24 (0.26 for
-# sparse models), jpaged's target for them, seconds of the prefill of vLLM, and jpaged's target.
+# Maps (case, model) to four numbers for an H200. The first two are the milliseconds per decode
+# step: vLLM's measurement and jpaged's target. The last two are the seconds of the prefill: vLLM's
+# measurement and jpaged's target. The version of vLLM is 0.24, or 0.26 for sparse models.
 REFERENCE = {
     ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
@@ -41,7 +42,7 @@ REFERENCE = {
     ("C", "qwen3-30b-a3b"): (4.12, 2.60, None, None),
     ("D", "qwen3-30b-a3b"): (19.25, 17.80, 0.904, 0.75),
 }
-# The same figures as in `REFERENCE` for weights and KV cache in FP8, measured with vLLM 0.26.
+# The same numbers as in `REFERENCE`, for weights and KV cache in FP8. vLLM 0.26 was measured.
 FP8_REFERENCE = {
     ("C", "llama-3.1-8b"): (3.57, 2.50, None, None),
     ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
@@ -49,7 +50,7 @@ FP8_REFERENCE = {
     ("D", "qwen3-30b-a3b"): (None, 10.30, None, None),
 }
 
-# jpaged's targets on two tensor-parallel GPUs. vLLM was not measured there.
+# The same numbers for two tensor-parallel GPUs, on which vLLM was not measured.
 REFERENCE_ON_TWO = {
     ("C", "llama-3.1-8b"): (None, 2.60, None, None),
     ("D", "llama-3.1-8b"): (None, 4.00, None, 0.885),

@@ -1,11 +1,12 @@
 """Measure updates of an engine's weights, and the memory that sleep returns.
 
-`python -m bench.live_weights` creates an engine with random weights, and arrays with the names of a
-checkpoint, as a trainer in the same process has them. `first_ms` is the first update, which
-compiles. `update_ms` is the median of later updates. `extra_GB` is the peak of device memory during
-the updates, beyond the engine's and the trainer's arrays, and `extra` is its share of the weights.
-`sleep1_GB` and `sleep2_GB` are the memory that each level of `sleep` returns. The extra memory is
-known only if the start has used less than the updates: if it is 0, lower `--kv-cache-gb`.
+`python -m bench.live_weights` creates an engine with random weights. It also creates arrays with
+the names of a checkpoint, as a trainer in the same process would have. `first_ms` is the time of
+the first update, which compiles. `update_ms` is the median time of later updates. `extra_GB` is the
+peak of device memory during the updates, beyond the engine's and the trainer's arrays. `extra` is
+(extra memory / memory of the weights). `sleep1_GB` and `sleep2_GB` are the memory that each level
+of `sleep` returns. The extra memory is measurable only if the updates need more memory than the
+start of the engine. If `extra_GB` is 0, lower `--kv-cache-gb`.
 
 `--shape embedded` is a smoke test for any device.
 """
@@ -51,10 +52,10 @@ def memory_in_use(key: str = "bytes_in_use") -> int:
 
 
 def measure(engine: Engine, repeats: int) -> dict[str, Any]:
-    """Return the row of one engine."""
+    """Return a result row: the times and the memory of weight updates, `sleep` and `wake_up`."""
     config = engine.model_config
     if not isinstance(config, ModelConfig):
-        raise TypeError("the engine serves a user's model: pass a shape")
+        raise TypeError("the engine serves a user's JAX model: pass the name of a shape")
     params = checkpoint_arrays(config, jnp.bfloat16)
     size = sum(it.nbytes for it in params.values())
     before, seconds = memory_in_use(), []

@@ -15,7 +15,7 @@ block is copied for each sample immediately. The blocks that beams share depend 
 
     --engine    real log-probabilities: the embedded model with prompts from ARCHITECTURE.md,
                 or with --shape a model of that shape with random weights
-    --simulate  the scheduler alone, with synthetic ones (see `bench.synthetic_beams`)
+    --simulate  the scheduler alone, with synthetic log-probabilities (`bench.synthetic_beams`)
 """
 
 import argparse

@@ -6,7 +6,7 @@ of a step. `--prefill` profiles the steps that compute the prompts instead. Requ
 the weights are random. `--format` takes several formats. Decode steps are single steps, as for
 streaming clients, while `Engine.generate` also launches bursts of several steps.
 
-A kernel's name is the compiler's without the numbers, so equal fusions share a line.
+The table shows the compiler's name of a kernel without numbers, so equal fusions share a line.
 """
 
 import argparse

@@ -223,7 +223,8 @@ def render_benchmarks(text: str) -> str:
 
 
 def headline(document: dict) -> list[dict]:
-    """Return a row per system: sustained rate with equal KV memory, and (jpaged's rate / it)."""
+    """Return a row per system: its sustained rate with equal KV memory, and jpaged's rate as a
+    multiple of this rate."""
     return [
         {
             "lengths": row["lengths"],

@@ -9,9 +9,9 @@ Every run has 64 new prompts of 1,024 random tokens, through an engine with rand
     top 5, read     the same, and the caller reads each entry, which creates the entry
     completions     `score_completions` of the last 128 tokens; the prompts are not cached
 
-`ratio` compares with `prefill`. Runs alternate between the kinds, and the times are medians.
-`--head` measures the output head alone on 1,024 rows: the fused kernel, plain XLA, and the whole
-logits with `token_scores`.
+`ratio` compares a time with the time of `prefill`. Runs alternate between the kinds, and the times
+are medians. `--head` measures the output head alone on 1,024 rows: the fused kernel, plain XLA, and
+the whole logits with `token_scores`.
 """
 
 import argparse

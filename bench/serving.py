@@ -128,8 +128,8 @@ def warn(text: str) -> None:
 def half_of_what_fits(target: Target) -> int:
     """Return half of the maximum sequence length that the server reports at `/models`.
 
-    A prompt and an answer with this number of tokens fit the model together. The result is at most
-    `MAX_TOKENS`. It is also `MAX_TOKENS` if the server reports no length.
+    A prompt and an answer of this length then fit into one sequence. The result is at most
+    `MAX_TOKENS`. If the server reports no maximum, the result is `MAX_TOKENS`.
     """
     url = f"{target.url.rstrip('/')}/models"
     try:

@@ -185,7 +185,7 @@ def phases(log: str, whole: float) -> dict[str, float]:
 def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
     """Return two rows: a cold start, and the median of `repeats` warm starts.
 
-    `kept` is the folder in which the compilation cache is kept. None: use a temporary folder.
+    The compilation cache is kept in the folder `kept`, or in a temporary folder if `kept` is None.
     """
     with tempfile.TemporaryDirectory() as cache:
         folder = Path(cache) if kept is None else kept / kind.model

@@ -102,8 +102,7 @@ UNBOUNDED: dict[str, Any] = {
 
 
 def _endless(schema: dict[str, Any]) -> StructuredOutputs:
-    """Return a structured-output spec: an array of so many objects that no answer can be
-    complete."""
+    """Return a structured-output spec: an array with more objects than an answer can contain."""
     return StructuredOutputs(json={"type": "array", "items": schema, "minItems": 10_000})
 
 

@@ -109,7 +109,8 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    if kind is Plain:  # The first transfer of any other method also compiles a program.
+    # With the other methods, the time of the first transfer would include a compilation.
+    if kind is Plain:
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
 
@@ -119,9 +120,10 @@ def measure_ways(
 ) -> list[dict]:
     """Time every method for every group size.
 
-    If JAX rejects a method, the row has the error.
+    If JAX rejects a method, the row of the method has the error.
     """
-    # The pool is larger than the largest group, because padding may add blocks to its chunks.
+    # A group is swapped in chunks, and padding may add blocks to a chunk. The pool must therefore
+    # be larger than the largest group.
     num_blocks = 1 + 2 * max(max(sizes.groups), 8)
     rows = []
     for group in sizes.groups:
@@ -214,8 +216,9 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    # A row that starts before `num_admitted_tokens` makes a plan a prefill step. Launch one prefill
-    # step before the measured decode steps, as the scheduler does when sequences join the batch.
+    # The runner treats a plan as a prefill step if a row starts before `num_admitted_tokens`.
+    # Launch one prefill step before the measured decode steps, as the scheduler does when sequences
+    # join the batch.
     for sequence in request.sequences:
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()

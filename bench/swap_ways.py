@@ -65,8 +65,11 @@ class OutShardings(Way):
 
 
 class Reused(Way):
-    """Swap like `OutShardings`, but donate the host array of an earlier transfer to the gather, so
-    that the gather writes to its memory."""
+    """Swap like `OutShardings`, but reuse host memory.
+
+    The gather gets the host array of an earlier transfer as a donated argument, and writes its
+    result there.
+    """
 
     name = "donated host array"
 
@@ -75,7 +78,7 @@ class Reused(Way):
         self.spare: dict[int, list[Any]] = {}
 
         def gather(state, ids, spare):
-            del spare  # The argument is donated only so that XLA reuses its memory.
+            del spare  # The function does not read `spare`: XLA reuses its memory for the result.
             return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)

@@ -3,9 +3,9 @@
 The hash of a sequence's tokens seeds the distribution of its next token. The distribution is Zipf's
 law over `VOCAB_SIZE` tokens in a pseudo-random order. The exponent is uniform between `EXPONENTS`.
 So the likeliest token has a probability between 9 % and 83 %, which varies as in text. The
-exponents are a guess, not fitted to measured savings. The savings depend on them: the more certain
-the model, the longer beams stay apart. With exponents from 2 to 4 instead of 1 to 3, beams of
-Alpaca-like lengths save a third to two fifths less.
+exponents are a guess, not fitted to measured savings. The savings depend on the exponents: the more
+certain the model, the longer beams stay different. With exponents from 2 to 4 instead of 1 to 3,
+beams of Alpaca-like lengths save a third to two fifths less.
 """
 
 from collections.abc import Iterator

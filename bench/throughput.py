@@ -39,8 +39,8 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
-# Maps (case, model) to output tokens per second on an H200: those of vLLM 0.24 (0.26 for sparse
-# models), and jpaged's target.
+# Maps (case, model) to a pair of output tokens per second on an H200: the measurement of vLLM 0.24
+# (0.26 for sparse models), and jpaged's target.
 REFERENCE = {
     ("A", "qwen3-0.6b"): (50_900, 80_000),
     ("B", "qwen3-0.6b"): (28_650, 43_000),
@@ -49,7 +49,7 @@ REFERENCE = {
     ("A", "qwen3-30b-a3b"): (10_280, 12_000),
     ("B", "qwen3-30b-a3b"): (5_930, 7_200),
 }
-# The same figures as in `REFERENCE` for weights and KV cache in FP8, measured with vLLM 0.26.
+# The same numbers as in `REFERENCE`, for weights and KV cache in FP8. vLLM 0.26 was measured.
 FP8_REFERENCE = {
     ("A", "llama-3.1-8b"): (20_670, 25_000),
     ("B", "llama-3.1-8b"): (None, 19_000),

@@ -1,10 +1,10 @@
 """Measure how much a start without autotuning records slows serving (`python -m bench.unrecorded`).
 
 For a shape without shipped autotuning records, XLA measures only a few GEMMs at the start
-(`docs/decisions/0013`). This script compares such an engine ("few") with one for which XLA measured
-all GEMMs and fusions ("all"), which takes a long start. Both serve cases A, C and D of
-`bench.throughput` and `bench.latency`. Each engine runs in a new process with an empty compilation
-cache. The target: "few" is at most 2 % slower.
+(`docs/decisions/0013`). This script compares such an engine ("few") with an engine for which XLA
+measured all GEMMs and fusions ("all"). The second engine takes much longer to start. Both serve
+cases A, C and D of `bench.throughput` and `bench.latency`. Each engine runs in a new process with
+an empty compilation cache. The target: "few" is at most 2 % slower.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CASES = {
 
 
 def serve(shape: str, way: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Start an engine with a way of autotuning ("few" or "all") and serve the cases.
+    """Start an engine that autotunes "few" or "all" operations (`way`), and serve the cases.
 
     Returns:
         The measured values of the start and of each case.

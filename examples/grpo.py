@@ -33,7 +33,8 @@ from jpaged import Engine, RequestOutput, SamplingParams
 from jpaged.config import EMBEDDED_MODEL
 
 PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
-MAX_LEN = 160  # maximum number of tokens of a prompt and its answer together
+# Maximum number of tokens of a prompt and its answer together.
+MAX_LEN = 160
 # The loss rewards changes of the ratio (new probability / old probability of a token) only from
 # 1 - CLIP to 1 + CLIP.
 CLIP = 0.2

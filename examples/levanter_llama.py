@@ -12,7 +12,7 @@ HEADS = "kv_head", "q_heads_per_group"
 
 
 def adapt(model: "llama.LlamaLMHeadModel") -> tuple[JaxModel, "llama.LlamaLMHeadModel"]:
-    """Return the model for an engine, and its parameters: the arrays of the module."""
+    """Return a `JaxModel` for an engine, and its parameters, which are the arrays of `model`."""
     params, rest = eqx.partition(model, eqx.is_array)
     config = model.config
 

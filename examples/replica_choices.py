@@ -85,9 +85,9 @@ class PrefixMemory:
         """Return the replicas, the best one for a prompt first.
 
         A replica that knows a longer prefix comes first, then one with a lower load, then one that
-        was used less recently. If a replica has over `max_extra_load` requests in flight more than
-        the least loaded replica, it comes last. Another replica then computes the prefix again,
-        which takes less time than the queue, and later requests can use both replicas.
+        was used less recently. A replica whose load is more than `max_extra_load` above the lowest
+        load comes last. Another replica then computes the prefix again. That takes less time than
+        to wait in the queue, and later requests can use both replicas.
 
         Args:
             pieces: Digests from `pieces_of`.
@@ -123,8 +123,8 @@ class PrefixMemory:
                 del self._holders[piece]
 
     def _num_known(self, pieces: Sequence[bytes], loads: Mapping[str, int]) -> Counter[str]:
-        """Return for each replica the length of the prompt's prefix that the replica has received
-        before, as a number of pieces."""
+        """Return how many pieces of the prompt, from its start, each replica has received
+        before."""
         known = Counter[str]()
         holders = set(loads)
         for piece in pieces:

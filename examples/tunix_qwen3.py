@@ -12,8 +12,8 @@ def adapt(model: "qwen3.Qwen3", max_positions: int = 4096) -> tuple[JaxModel, nn
     """Wrap a Qwen3 of tunix for an engine of jpaged.
 
     Returns:
-        A `JaxModel`, and its parameters. The parameters are the NNX state of `model`: they share
-        the arrays of `model`, and copy none.
+        A `JaxModel`, and its parameters. The parameters are the NNX state of `model`. They share
+        the arrays of `model` without a copy.
     """
     definition, state = nnx.split(model)
     config = model.config

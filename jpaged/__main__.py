@@ -158,7 +158,10 @@ def _check_options(
 
 
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """Return the prompt, or None for a conversation or for the demo's example questions."""
+    """Return the prompt from the command line or stdin.
+
+    Return None if the user starts a conversation, or if the tools demo asks its example questions.
+    """
     prompt = args.prompt
     if args.tools_demo and (args.chat or args.stats):
         conflicting_flag = "--chat" if args.chat else "--stats"
@@ -182,7 +185,7 @@ def _run(
     if options.get("model"):
         from jpaged.models.checkpoint import check_model
 
-        # Raises an error for an unusable model before JAX is imported.
+        # Check the model before JAX is imported, so that an error appears quickly.
         check_model(options["model"])
 
     from jpaged import Engine

@@ -76,8 +76,8 @@ class SpeculativeConfig(Options):
     Attributes:
         method: "ngram" looks up the last tokens of a sequence earlier in the sequence (prompt
             lookup), and proposes the tokens that followed.
-        num_speculative_tokens: Maximum number of drafts per sequence in a step, 1 to 7. A step is
-            as fast with fewer drafts only if the number is at most 1 or 3.
+        num_speculative_tokens: Maximum number of drafts per sequence in a step, 1 to 7. Steps are
+            compiled for 1, 3 or 7 drafts, so 2 is as slow as 3, and 4 is as slow as 7.
         prompt_lookup_max: Maximum number of tokens to look up.
         prompt_lookup_min: Minimum number of tokens to look up.
 
@@ -251,8 +251,8 @@ class EngineConfig(Options):
             requests wait, because no new request can arrive. 1 disables bursts. None is 4 on a GPU
             if the weights are at most 5 GB per device, and 1 otherwise.
         speculative_config: Fields of `SpeculativeConfig`, as a dict. Steps then verify drafts of
-            the next tokens where that is faster, which changes no token. None: no speculative
-            decoding.
+            the next tokens if verifying is faster. The tokens are the same as without drafts. None:
+            no speculative decoding.
         compilation_cache_dir: Folder in which compiled programs are stored, so that later startups
             are fast; None stores nothing. Everyone who can write to the folder can run code in this
             process. The folder is also JAX's persistent compilation cache, unless JAX's
@@ -260,8 +260,8 @@ class EngineConfig(Options):
         num_compile_workers: Number of processes that compile concurrently with the engine's process
             if a startup has many programs to compile; 0 for none. The processes need
             `compilation_cache_dir`. None is 0 on a CPU. On a GPU, None is half the number of
-            processors, at most 16, and at most one process per GiB of free device memory (1.75 GiB
-            if jpaged ships no XLA measurements for the model).
+            processors, at most 16. Little free device memory lowers the number: each process needs
+            1 GiB, or 1.75 GiB if jpaged ships no XLA measurements for the model.
         verbose: Report loading, memory use and compilation on stderr.
 
     Raises:

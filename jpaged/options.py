@@ -246,9 +246,9 @@ class CommandLine(argparse.ArgumentParser):
     def _unknown_option(self, args: Sequence[str]) -> str | None:
         """Return the first argument that looks like an option but is unknown, or None.
 
-        argparse alone would read the value after an unknown option as a positional argument. An
-        argument in the place of a required value is left to argparse. The error of argparse names
-        the option without a value, and does not print the argument, which may be a secret.
+        argparse alone would read the value after an unknown option as a positional argument. After
+        an option that needs a value, this method skips one argument, which may be a secret. If that
+        argument looks like an option, argparse reports the missing value without the argument.
         """
         needs_value = False
         for argument in args:

@@ -132,7 +132,8 @@ class Child:
                     process_group=0 if is_group_leader else None,
                     env={**os.environ, **(extra_env or {})},
                 )
-            # Also on KeyboardInterrupt, close the channel, which ends the child.
+            # After any error, even KeyboardInterrupt, close the channel: a child that has started
+            # ends when its parent closes the channel.
             except BaseException:
                 self.sock.close()
                 raise
@@ -158,7 +159,8 @@ class Child:
         # Do not use the id of a child that has ended: another process may have it.
         if self.process.returncode is None:
             if self._is_group_leader:
-                with suppress(ProcessLookupError):  # the error means that the whole group has ended
+                # A `ProcessLookupError` means that every process of the group has ended.
+                with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()
@@ -288,7 +290,10 @@ class MessageSocket:
             self._outgoing.clear()
 
     def _read_available(self) -> None:
-        """Read the available bytes, but limit the chunks so that steps are not delayed."""
+        """Read the bytes that have arrived, at most `_MAX_CHUNKS_PER_RECEIVE` MiB in one call.
+
+        A longer read would delay the engine's next step.
+        """
         try:
             for _ in range(_MAX_CHUNKS_PER_RECEIVE):
                 chunk = self._sock.recv(1 << 20)

@@ -421,7 +421,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
         if not self.is_streamable:
             raise RequestError(
                 "best_of",
-                f"above n={self.n} cannot be streamed, because the best are known only at the end",
+                f"above n={self.n} cannot be streamed, because samples are ranked only at the end",
                 value=f"{self.best_of}",
                 remedy=remedy,
             )
@@ -489,7 +489,11 @@ class SamplingParams(Options, group="how tokens are chosen"):
             )
 
     def _check_beams(self) -> None:
-        """Raise RequestError for parameters that do not work with, or without, beam search."""
+        """Check that the parameters suit a beam search, or suit sampling if `beam_width` is None.
+
+        Raises:
+            RequestError: A parameter does not apply, or `n` exceeds `beam_width`.
+        """
         if self.beam_width is None:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
@@ -563,8 +567,8 @@ class SamplingParams(Options, group="how tokens are chosen"):
             raise RequestError(
                 "beam_width",
                 (
-                    f"is more than {limit}, the maximum with {num_endings} end and stop tokens "
-                    f"(beams, end and stop tokens together: at most {max_logprobs})"
+                    f"is more than {limit}, because the beams and the {num_endings} end and stop "
+                    f"tokens together may be at most {max_logprobs}"
                 ),
                 value=f"{self.beam_width}",
                 remedy=remedy,

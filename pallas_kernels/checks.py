@@ -96,7 +96,7 @@ def resolve_pool_scales(kv, scales):
 
 
 def check_partials(name, array, axes, dtype, **sizes):
-    """Check an array of split-K partials. Its dtype must be that of the sum, or float32.
+    """Check an array of split-K partials. Its dtype must be the dtype of the sum, or float32.
 
     Args:
         name: Name of the parameter, for the error message.

@@ -55,7 +55,7 @@ def _target_device(backend):
 
 
 def apply_tuned_config(op, head_size, itemsize, device_kind, config):
-    """Return `config` with the fields that the device's table of tuned parameters overrides."""
+    """Return `config`, with the values of the device's tuned table in place of its own values."""
     entry = (
         _load_tuned_table(device_kind)
         .get(op, {})

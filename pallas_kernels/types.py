@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import register_pytree_node
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt16
 
@@ -96,8 +97,9 @@ class LayerKV(NamedTuple):
     S is from 1 to 256. The head size H is at most `Backend.max_head_size`. If heads are rotated, H
     is even. The dtype is bfloat16, float16, float32, or `FP8_PAIR_DTYPE` for an FP8 pool.
 
-    An FP8 pool stores keys and values divided by `KVScales` and packed in pairs (`pack_fp8_pairs`),
-    so the last axis has H / 2 elements and H is even. If heads are rotated, H is a multiple of 4.
+    An FP8 pool stores keys and values divided by `KVScales`. The numbers are packed in pairs
+    (`pack_fp8_pairs`), so the last axis has H / 2 elements, and H is even. If heads are rotated, H
+    is a multiple of 4.
     """
 
     k: Shaped[Array, "P S K H"]
@@ -178,8 +180,17 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+# Epsilon stays a Python number when the norms are an argument of a function of `jax.jit`.
+register_pytree_node(
+    HeadNorms,
+    lambda norms: ((norms.q, norms.k), norms.eps),
+    lambda eps, weights: HeadNorms(*weights, eps),
+)
+
+
 class FusedLayerWeights(NamedTuple):
-    """Weights that `fused_layer` uses: those between the attentions of two consecutive layers.
+    """Weights of the op `fused_layer`, which computes everything between the attentions of two
+    layers.
 
     Attributes:
         output: Weight of the attention's output projection.

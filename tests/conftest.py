@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of processes for `-n auto`: one more than the number of processors.
 
-    Tests of servers wait for half of their time.
+    Tests of servers spend half of their time waiting.
     """
     return len(os.sched_getaffinity(0)) + 1
 

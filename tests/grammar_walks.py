@@ -11,7 +11,7 @@ from jpaged.structured_outputs.compiler import GrammarCompiler
 from jpaged.structured_outputs.matcher import Matcher
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
-VOCAB_SIZE = len(TOKENIZER) + 40  # many models have more logits than tokens
+VOCAB_SIZE = len(TOKENIZER) + 40  # many models have more logits than their tokenizer has tokens
 EOS = TOKENIZER.eos_token_id or 0
 GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
 ENDING = frozenset({EOS})

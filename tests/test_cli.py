@@ -73,7 +73,7 @@ class FakeEngine:
         return [[], [], found]
 
     def _samples(self, count: int) -> Iterator[list[TextDelta]]:
-        """Yield the deltas of `count` samples per step. Sample i has `count + 1 - i` tokens i."""
+        """Yield the deltas of each step. Sample i has `count + 1 - i` tokens, all with the id i."""
         for turn in range(count + 1):
             yield [
                 TextDelta(f"{i}", (i,), "stop" if turn == count - i else None, index=i)
@@ -248,7 +248,7 @@ def test_flags_set_engine_and_sampling_options():
 def test_every_option_of_the_engine_is_a_flag():
     words = build_parser().format_help().split()
     for option in fields(EngineConfig):
-        # These options have no flag of their name.
+        # The command line has no flag for these options.
         if option.name not in ("verbose", "skip_tokenizer_init"):
             flag = f"--{option.name.replace('_', '-')}"
             assert {flag, f"{flag},"} & {*words}, option.name

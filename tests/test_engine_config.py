@@ -74,7 +74,7 @@ def test_error_for_an_invalid_option_names_the_option(option: str, value: object
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_copied_limits_and_choices_equal_those_of_the_other_modules():
+def test_limits_and_choices_in_config_equal_the_originals_in_other_modules():
     assert config_module.MAX_GPUS == MAX_TENSOR_PARALLEL_SIZE
     assert QUANTIZATIONS == QUANTIZATION_METHODS
     assert config_module.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE

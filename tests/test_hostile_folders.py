@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, **options: Any) -> str:
-    """Return the error of creating an engine, and check how long it took and how much memory."""
+    """Check that creating an engine fails quickly with little memory. Return the error message."""
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ValueError) as caught:
         Engine(folder, compilation_cache_dir=None, **options)

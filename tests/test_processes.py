@@ -88,7 +88,7 @@ def test_killing_a_child_twice_kills_its_process_group_once(child: Child):
     assert child.kill()
     assert child.process.returncode == -signal.SIGKILL
     until = time.monotonic() + 20
-    while Path(f"/proc/{other}").exists():  # the other process may also become a zombie
+    while Path(f"/proc/{other}").exists():  # until it is gone or a zombie
         if ") Z" in Path(f"/proc/{other}/stat").read_text(encoding="ascii"):
             break
         assert time.monotonic() < until

@@ -164,7 +164,7 @@ def test_request_with_more_sequences_than_max_num_seqs_is_refused(
 def test_beam_width_and_end_tokens_together_are_limited():
     params = SamplingParams(beam_width=18, stop_token_ids=[4])
     params.validate_for(100, 20, (2,))
-    with pytest.raises(ValueError, match=r"beam_width=18 is more than 17, the .*most 20"):
+    with pytest.raises(ValueError, match=r"beam_width=18 is more than 17, because .*most 20"):
         params.validate_for(100, 20, (2, 3))
     params.validate_for(20, 20, (2, 3))  # 20 is the vocabulary size
 

@@ -82,7 +82,7 @@ def flags_page() -> str:
     parts = [
         "# Flags of the server\n",
         "This page lists every flag of `jpaged serve` (or `python -m jpaged.serve`) for people who "
-        "configure a server. Flags that `vllm serve` has too have its names. A default is in "
+        "configure a server. Flags of `vllm serve` keep their names. A default is in "
         "parentheses. The options of `Engine` have the same names with underscores.\n",
     ]
     for group in build_parser()._action_groups:
@@ -110,8 +110,8 @@ def models_page() -> str:
         (
             "# Supported models and GPUs\n",
             "This page says which checkpoints and which devices jpaged runs, for people who choose "
-            "either. A model or a setting that is not listed is refused by name before a weight is "
-            "read.\n",
+            "either. jpaged refuses any other model or setting before it reads the weights, with "
+            "an error that names the field.\n",
             "## Models\n",
             "The `model_type` is a field of the checkpoint's `config.json`. Every feature of "
             "jpaged works with every family: prefix caching, samples and beams, swapping, "
@@ -136,8 +136,8 @@ def models_page() -> str:
             "their method in `config.json`; [FP8](fp8.md) has the details.\n",
             _table(("`--quantization`", "checkpoints"), quantizations),
             "## Devices\n",
-            "The kernels follow from the GPU's compute capability. Ask for a GPU that is not in "
-            "this table with `jpaged doctor`.\n",
+            "The GPU's compute capability decides which kernels run. For a GPU that is not in this "
+            "table, run `jpaged doctor`.\n",
             _table(
                 ("device", "compute capability", "kernels", "FP8", "tuned", "tested and measured"),
                 [_device_row(kind, capability) for kind, capability in GPUS.items()]
@@ -199,7 +199,7 @@ def build_site(site: Path) -> None:
 
 
 def check_navigation(sources: Path) -> None:
-    """Raise ValueError if the navigation does not have exactly the pages of the site.
+    """Raise ValueError unless the navigation lists exactly the pages of the site.
 
     Decision records need no entry: `decisions_page` lists them.
     """

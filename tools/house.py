@@ -73,8 +73,8 @@ class Import:
 
 @dataclass
 class Step:
-    """What one decode step calls: the functions, the modules that define them, the number of calls,
-    and the number of calls from one module to another."""
+    """Record of what one decode step calls: the functions, the modules that define them, the number
+    of calls, and the number of calls from one module to another."""
 
     functions: set[CodeType] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)

@@ -91,10 +91,10 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return a dict with one entry, which says which GEMMs of a model shape are measured.
+    """Return the numbers of rows for which the GEMMs of a model shape are measured.
 
-    The key is a digest of the shapes and dtypes of the weights that one device holds. The value is
-    the sorted list of the numbers of rows with which the GEMMs of these weights are measured.
+    The result has one entry. The key is a digest of the shapes and dtypes of the weights that one
+    device holds. The value is the sorted list of the numbers of rows.
     """
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}

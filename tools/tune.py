@@ -27,7 +27,7 @@ from tools.tune_programs import Override
 from tools.tune_sweep import Outcome, sweep
 
 TABLES = Path(tuning.__file__).parent / "tuned"
-# A table of tuned parameters has notes about its sweeps under this key. No code reads the notes.
+# Key in a table under which notes about the sweeps are stored. No code reads the notes.
 SWEPT = "swept"
 
 
@@ -47,8 +47,9 @@ def best(outcomes: Iterable[Outcome]) -> Outcome | None:
 def merge(table: dict, op: Op, outcomes: list[Outcome], day: datetime.date) -> dict:
     """Return a copy of a device's table in which the entry of one op is replaced.
 
-    The new entry has the values of the best candidate. It is empty if no candidate is eligible. The
-    copy also has a note about the sweep: the date, the JAX version and the number of candidates.
+    The new entry has the values of the best candidate. If no candidate is eligible, the new entry
+    is empty. The copy also has a note about the sweep: the date, the JAX version and the number of
+    candidates.
 
     Args:
         table: Table of launch parameters of one kind of device.

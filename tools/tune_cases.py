@@ -104,7 +104,7 @@ def _attention_case(
 def decode(head_size: int, dtype: str) -> Op:
     """Return the op that computes the attention of decode steps.
 
-    The heuristic, not the sweep, chooses the number of splits.
+    The sweep does not change the number of splits, which the heuristic chooses.
     """
     case = partial(_attention_case, tokens=0, size=head_size, dtype=dtype)
     grid = {"tile_tokens": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}

@@ -67,9 +67,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate or the heuristic, with the key of its program for each case.
+    """A candidate (or the heuristic), and the keys of its programs by case.
 
-    Each size that is timed has a case, and each small input that is checked has a case.
+    Each case is a size that is timed, or a small input that is checked.
     """
 
     override: Override
@@ -174,8 +174,8 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # A candidate replaces fields of the configurations that the heuristic chose, so the
-            # configurations of a candidate are known without tracing.
+            # A candidate has the launch parameters of the heuristic, with some fields replaced. Its
+            # launch parameters are therefore known without tracing.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
                 known[planned], _ = self._lower_one(case, build, trial.override)

@@ -4,7 +4,7 @@ Section 6.1: when a request joins the batch, Orca reserves a contiguous range of
 buddy allocator finds the range. The length of the range is
 
     Orca (Max)     the maximum length of a sequence of the model
-    Orca (Pow2)    the length of the prompt, plus that of the output rounded up to a power of two
+    Orca (Pow2)    the length of the prompt, plus the output length rounded up to a power of two
     Orca (Oracle)  the length of the prompt, plus the true length of the output
 
 A FasterTransformer-like server reserves the same range as Orca (Max). It admits requests only when
@@ -51,7 +51,7 @@ class BuddyAllocator:
 
     @property
     def longest(self) -> int:
-        """Number of blocks of the longest range while nothing is allocated."""
+        """Number of blocks of the longest range in an empty pool."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -206,7 +206,7 @@ class OrcaMax(BlockManager):
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
         """Raise ValueError, because contiguous systems do not swap blocks."""
-        raise ValueError("contiguous systems do not swap: single blocks cannot be assigned")
+        raise ValueError("contiguous systems do not swap: set preemption to recompute")
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Check that the free and reserved ranges cover each block exactly once, and that each
@@ -264,7 +264,7 @@ class RequestLevel(OrcaMax):
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether requests may still join the batch, and a range is free."""
+        """Return whether requests may still join the batch and a range is free for this request."""
         if first.seq_id in self.reservations:
             return True
         is_closed = bool(self.reservations) and all(map(_has_begun, self.reservations.values()))

@@ -24,8 +24,8 @@ are in `recorded_steps.json` in this folder: single steps from results and docs,
 
 Other GPUs are not measured. Their bandwidths and rates are the fitted values times the ratio of the
 published peaks (`GPUS`); fixed times are the fitted values. With several GPUs, each holds a shard
-of every layer. They sum partial results twice per layer, which takes `ALL_REDUCE_SECONDS` plus the
-time of a ring all-reduce over `nvlink`.
+of every layer. The GPUs sum partial results twice per layer, which takes `ALL_REDUCE_SECONDS` plus
+the time of a ring all-reduce over `nvlink`.
 """
 
 import argparse
@@ -158,8 +158,10 @@ class Coefficients:
     kv_slowdown: tuple[tuple[int, float], ...] = ()  # pairs (block size, factor)
 
     def slowdown(self, block_size: int) -> float:
-        """Return the factor by which reading keys and values takes longer with this block size. The
-        factor is that of the nearest recorded block size."""
+        """Return the factor by which a block size slows reading keys and values.
+
+        The result is the factor of the nearest block size that was recorded.
+        """
         if block_size == BLOCK_SIZE or not self.kv_slowdown:
             return 1.0
         known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)

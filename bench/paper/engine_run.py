@@ -3,7 +3,8 @@
 Only the block manager of the engine is replaced. The pool has as many slots as in the paper, so
 that memory is the bottleneck. Weights may be random, because end tokens are ignored. The result is
 a `bench.paper.simulator.Run`. The time of a step is the time of the loop iteration that launched
-the step. In a run of similar steps, that equals the time of the step on the device.
+the step. If many similar steps follow each other, this time equals the time of the step on the
+device.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Definitions of the measured quantities. They were written before the first run and have not
-changed since.
+"""Definitions of the measured quantities. The definitions were written before the first run and
+have not changed since.
 
 *Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, in
 seconds per token, as in the paper (section 6.1). A request ends when the host reads the last token
@@ -8,17 +8,18 @@ of its last sequence. With several samples or beams, only the tokens of one sequ
 *Sustained rate*: the highest request rate at which the mean normalised latency is at most
 `Settings.latency_factor` times the latency of requests that jpaged serves one at a time, with the
 same lengths and on the same device. All systems have this threshold. The factor is 10. On an H200,
-OPT-13B takes 0.007 s per token if requests run alone. Ten times that, 0.07 s per token, is still
-faster than people read, and most of a request's latency is then spent in the queue.
-`Sustained.sensitivity` has the rates for factors of 5 and 20. In a short trace a long queue cannot
-build up, so rates that are too high to be served forever pass. `most_excess` bounds that error, and
-figures state it. For each seed, bisection finds the rate to within `Settings.tolerance`. The result
-is the median of three seeds, with the lowest and the highest rate.
+OPT-13B takes 0.007 s per token if requests run alone. At ten times this latency, 0.07 s per token,
+tokens still arrive faster than people read. Most of a request's latency is then time in the queue.
+`Sustained.sensitivity` has the rates for factors of 5 and 20. A short trace ends before a long
+queue has built up. A rate that is slightly too high to be served forever may therefore count as
+sustained. `most_excess` bounds this error, and the figures state the bound. For each seed,
+bisection finds the rate to within `Settings.tolerance`. The result is the median of three seeds,
+with the lowest and the highest rate.
 
 *Figures with a fixed rate* (13, 18b and 19b) use `FIXED_FRACTION` of jpaged's sustained rate on the
 same lengths, and print both rates. The paper does not state vLLM's sustained rate, so its fraction
 is unknown. According to the paper's ratios, the fixed rate saturates all Orca systems, but not
-vLLM. Here 0.9 does the same.
+vLLM. With a fraction of 0.9, jpaged's rate has the same effect here.
 """
 
 import dataclasses
@@ -281,7 +282,7 @@ def run_all(
 ) -> list[R]:
     """Return `function(job)` for each job, in order; run `settings.processes` jobs concurrently.
 
-    Show on stderr how many jobs are done. `what` names the jobs there.
+    Show on stderr how many jobs are done. `what` is the name of the jobs in that message.
     """
     with Progress(what, len(jobs)) as progress:
         if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":

@@ -9,14 +9,14 @@ FIRST_LINE_S = 10.0
 """Seconds between the first and the second progress line, if stderr is not a terminal."""
 
 GROWTH = 1.5
-"""Factor by which the time of each further progress line is later than that of the line before."""
+"""Factor between the times of two successive progress lines."""
 
 
 class Progress:
     """Context manager that shows how many of `total` jobs are done.
 
-    On a terminal, it shows a bar. Otherwise it prints lines, at growing intervals. If there is only
-    one job, it shows nothing.
+    On a terminal, it shows a bar. Otherwise it prints lines, at growing intervals. For a single
+    job, it shows nothing.
 
     Args:
         what: Name of the jobs.

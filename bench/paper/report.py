@@ -92,7 +92,7 @@ def compared(paper: float | Sequence[float | None] | None, ours: float | None) -
         return {"paper": f"{paper:g}", "ours": ours, "ratio": ratio}
     low, high = paper
     if high is None:
-        raise ValueError(f"the range {paper!r} has no upper end")
+        raise ValueError(f"the range {paper!r} has no upper end: pass (low, high)")
     return {"paper": between(low, high), "ours": ours, "ratio": _ratio(low, high, ours)}
 
 
@@ -123,7 +123,7 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
 
     Args:
         figure: The figure.
-        out: Folder for both files; None: `bench/results/` and `docs/paper/`.
+        out: Folder for both files. None means `bench/results/` and `docs/paper/`.
         pictures: Whether to draw.
         facts: Settings of the run, to write into the JSON.
     """

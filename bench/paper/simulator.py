@@ -12,8 +12,8 @@ before it, because the transfer writes them to the pool. There is one link, so t
 overlap with each other.
 
 Orca and the FasterTransformer-like server cannot share blocks, so each sample or beam is a separate
-request that computes the prompt again. To their advantage, copying beams takes no time. Tokens are
-synthetic, and the candidates of beams come from `bench.synthetic_beams`.
+request that computes the prompt again. In favour of these two systems, copying beams takes no time.
+Tokens are synthetic, and the candidates of beams come from `bench.synthetic_beams`.
 """
 
 import math
@@ -78,7 +78,7 @@ class Run:
         num_preemptions: Number of preemptions.
         swapped_bytes: Number of bytes moved to and from host memory.
         num_query_tokens, num_hit_tokens: Number of prompt tokens looked up in the prefix cache, and
-            number of those found.
+            number of prompt tokens found there.
     """
 
     system: str
@@ -216,8 +216,8 @@ class Workload:
         self.prefix_caching = prefix_caching
         self._seq_ids = count()
         self._num_left = [0] * len(trace)
-        # One sum is over finished requests, the other over unfinished requests that have arrived.
-        # Both together give a lower bound of the mean latency.
+        # `_sum_finished` is the sum over finished requests. The other two are sums over unfinished
+        # requests that have arrived. Together they give a lower bound of the mean latency.
         self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
 
     @property
@@ -247,7 +247,8 @@ class Workload:
     def prompt(self, index: int) -> list[int]:
         """Return the token ids of a prompt.
 
-        Their values matter only for prefix caching and beam search. Otherwise all are 1.
+        The values of the ids matter only for prefix caching and beam search. Otherwise all ids are
+        1.
         """
         given = self.trace[index]
         if not given.prompt:
@@ -299,7 +300,7 @@ def index_of(request: Request) -> int:
 
 
 def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
-    """Return tokens `start` to `stop` of endless stream number `stream` of pseudo-random ids.
+    """Return the token ids `start` to `stop` of one of the endless pseudo-random streams.
 
     The ids have 31 bits.
     """

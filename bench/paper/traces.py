@@ -99,7 +99,7 @@ class Source:
 
 
 def of_dataset(name: str) -> Source:
-    """Return a source of lengths that are distributed like those of the paper's dataset `name`.
+    """Return a source of lengths with the distribution of the paper's dataset `name`.
 
     Raises:
         ValueError: `name` is not a key of `MEAN_LENGTHS`.
@@ -194,8 +194,9 @@ def chat(
     `CHAT_PROMPT` tokens. The answer has at most `CHAT_OUTPUT` tokens. The starts of conversations
     are a Poisson process, and the number of rounds is geometric. The pauses between the arrivals of
     rounds are exponential; a round may arrive before the previous answer is complete. Questions and
-    answers have the lengths of `source` (None: ShareGPT-like). The first conversations begin before
-    the trace, so that the mean number of open conversations is constant during the trace.
+    answers have the lengths of `source` (None means ShareGPT-like lengths). The first conversations
+    begin before the trace, so that the mean number of open conversations is constant during the
+    trace.
 
     Raises:
         ValueError: `rate` or `seconds` is not a positive number.
@@ -272,8 +273,8 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the event times of a Poisson process, up to `seconds`. With another rate, the same
-    random times are scaled."""
+    """Return the event times of a Poisson process, up to `seconds`. Another rate scales the same
+    random times."""
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()
@@ -284,7 +285,8 @@ def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarr
 def _lengths(source: Source, count: int, seed: int) -> tuple[list[int], list[int]]:
     """Draw `count` prompt lengths and output lengths.
 
-    They are drawn in chunks of 1,024, so that long and short traces begin with the same requests.
+    The function draws chunks of 1,024 lengths, so that long and short traces begin with the same
+    requests.
     """
     rng = np.random.default_rng([seed, 1])
     drawn = [source.draw(1024, rng) for _ in range(-(-count // 1024) or 1)]
@@ -304,7 +306,7 @@ def _pair(line: str, where: str) -> tuple[int, int]:
     if "prompt" in fields or "output" in fields:
         return _num_words(fields, "prompt", where), _num_words(fields, "output", where)
     raise ValueError(
-        f"{where}: has neither prompt_len and output_len nor prompt and output: add two of them"
+        f"{where}: lengths are missing: add prompt_len and output_len, or prompt and output"
     )
 
 

@@ -33,7 +33,8 @@ def attend(q, k_cache, v_cache, sequence, position):
     """Return the causal attention of every token, [T, N, H]; q and the cache are padded."""
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k_cache) / HEAD_SIZE**0.5
     # A token sees itself and the tokens before it. Padding comes after the tokens, so the causal
-    # mask hides the padding too. But all scores, masked or not, have been computed before.
+    # mask hides the padding too. The mask saves no work, because the einsum has computed all
+    # scores.
     places = jnp.arange(q.shape[1])
     visible = places[None, :] <= places[:, None]  # [query, key]
     scores = jnp.where(visible[None, None], scores, -jnp.inf)
@@ -42,7 +43,7 @@ def attend(q, k_cache, v_cache, sequence, position):
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum("bnqk,bknh->bqnh", weights, v_cache)
-    return out[sequence, position]  # The padding rows have been computed too, and are dropped here.
+    return out[sequence, position]  # The padding rows were computed too. Drop them here.
 
 
 def cost(work: Workload) -> Cost:

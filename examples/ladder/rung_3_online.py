@@ -55,7 +55,7 @@ def fold(largest, total, out, q, k_pool, v_pool, block, index):
 
 
 def cost(work: Workload) -> Cost:
-    """Return the cost, which is that of rung 2 with one pass instead of two."""
+    """Return the cost. It is the cost of rung 2, but with one pass instead of two."""
     return rung_2_two_pass.cost(work, passes=1)
 
 

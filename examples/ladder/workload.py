@@ -95,7 +95,7 @@ class Cost(NamedTuple):
 
     @property
     def num_flops(self) -> int:
-        """Number of FLOPs, including those of padding."""
+        """Number of FLOPs, including FLOPs that are spent on padding."""
         return self.num_pairs * NUM_HEADS * self.flops_per_pair
 
     @property
@@ -146,7 +146,7 @@ def climb(*rungs: Any, work: Workload) -> list[str]:
         RuntimeError: a rung's result differs from the result of the previous rung.
     """
     lines, before = [HEADER], None
-    # By default, GPUs round float32 numbers to fewer bits.
+    # By default, GPUs round the float32 operands of a matrix product to fewer bits.
     with jax.default_matmul_precision("highest"):
         for rung in rungs:
             out, seconds = timed(rung.attend, rung.prepare(work))

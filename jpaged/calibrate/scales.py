@@ -109,8 +109,8 @@ def calibrate(
 def _split_sequences(token_ids: Sequence[int], length: int) -> Iterator[list[int]]:
     """Yield the tokens of a text in sequences of at most `length` tokens.
 
-    Every sequence begins with the first token of the text. This may be the tokenizer's
-    beginning-of-text token, whose keys differ from all other keys.
+    Every sequence begins with the first token of the text. This may be the beginning-of-text token,
+    whose attention keys differ much from the keys of all other tokens.
     """
     first, rest = token_ids[0], token_ids[1:]
     for start in range(0, max(len(rest), 1), length - 1):
@@ -158,11 +158,12 @@ def _run_sequence(
     num_tokens: Int32[Array, ""],
     pool: tuple[LayerKV, ...],
 ) -> tuple[Float32[Array, "layers 2"], tuple[LayerKV, ...]]:
-    """Return the largest absolute key and value of each layer in the pool after a forward pass, and
-    the pool.
+    """Compute one sequence. Return the largest absolute key and value in each layer of the pool,
+    and the pool.
 
-    The sequence has `num_tokens` tokens, which are written from block 1 on. Padding is written to
-    block 0. The maxima also cover KV of earlier sequences that is still in the pool.
+    The first `num_tokens` of `tokens` are the sequence, and the others are padding. KV of the
+    sequence is written from block 1 on, and KV of padding to block 0. The maxima also cover KV of
+    earlier sequences that is still in the pool.
     """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     attention = AttentionInputs(
@@ -205,8 +206,8 @@ def _write_checkpoint(
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in ("config.json", INDEX_FILE_NAME):
             os.symlink(file.resolve(), folder / linked.get(file.name, file.name))
-    # jpaged also finds scales whose names have no prefix. The usual prefix lets other loaders find
-    # the scales, but some families use a different prefix.
+    # If the names of the checkpoint's tensors begin with "model.", give the scales this prefix too,
+    # so that other loaders find them. Otherwise use no prefix, because jpaged needs none.
     is_usual = any(it.name.startswith("model.layers.") for it in tensors)
     prefix = "model." if is_usual else ""
     scale_tensors = {

@@ -90,7 +90,7 @@ class AutotuningCompiler(Compiler):
     again. This second measurement is less exact.
 
     Args:
-        model: The model. Its parameters may be shapes instead of arrays.
+        model: The model, whose parameters may be shapes instead of arrays.
         backend: Implementation of the kernels.
         folder: Folder in which XLA keeps its measurements; None if XLA keeps them in memory.
     """
@@ -126,7 +126,7 @@ class AutotuningCompiler(Compiler):
                 measure_gemms(self._model, part, rows, self._backend)
             elif not done.exists():
                 with _measurement_lock(self._folder):
-                    # Another process may have measured while this one waited for the lock.
+                    # While this process waited for the lock, another process may have measured.
                     if not done.exists():
                         measure_gemms(self._model, part, rows, self._backend)
                         with suppress(OSError):
@@ -141,7 +141,7 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
     algorithms.
 
     Args:
-        model: The model. Its parameters may be shapes instead of arrays.
+        model: The model, whose parameters may be shapes instead of arrays.
         part: "layer" or "head".
         rows: Number of rows of the products.
         backend: Implementation of the kernels.
@@ -178,8 +178,8 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
     """Yield functions that compute the matrix products of one layer of each kind, such as dense and
     sparse.
 
-    The functions also add the biases and residuals that a step adds to a product, because XLA fuses
-    such an addition with the product and measures the fusion.
+    A step adds biases and residuals to some products. XLA fuses such an addition with the product,
+    and measures the fusion. The functions therefore include these additions.
     """
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
@@ -256,7 +256,7 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
     """Return the compiler for an engine's programs, in the engine's process or in a worker.
 
     Args:
-        model: The model. Its parameters may be shapes instead of arrays.
+        model: The model, whose parameters may be shapes instead of arrays.
         backend: Implementation of the kernels.
         has_gemm_record: Whether XLA has nothing to measure: a record covers all matrix products of
             the programs, or the device is a CPU.
@@ -292,7 +292,7 @@ def install_gemm_record(device: Any) -> GemmRecord:
 
     Existing files in the folder are not replaced. XLA finds a measurement by the properties of the
     device and the text of the matrix product. XLA uses a measurement only if the version of cuBLAS
-    is the recorded version. It measures all other matrix products itself.
+    is the recorded version. XLA itself measures all other matrix products.
 
     Returns:
         The installed record; an empty record if there is no record for the device, or if XLA has no

@@ -12,6 +12,7 @@ import numpy as np
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpaged.compile.triton_dialect import register_triton_dialect
 from jpaged.config import LogprobsMode
 from jpaged.models.sharding import global_shape_struct, tree_mesh, wrap_in_shard_map
 from jpaged.runtime.drafting import RowTokens
@@ -254,6 +255,8 @@ def _sharded_shape(array: Any) -> jax.ShapeDtypeStruct:
 
 for _kind in (KVState, LayerKV, RowTokens, SampleInputs, SampledTokens, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
+
+register_triton_dialect()
 
 
 class Recipes:

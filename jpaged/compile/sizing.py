@@ -81,8 +81,8 @@ MAX_BURST_WEIGHT_BYTES = 5 * 10**9
 about this number of bytes (at 4 TB/s) in the 1.3 ms that the host takes to launch a step. With more
 weights, a step takes the device longer than the host, so bursts do not help."""
 
-# The host takes about 1.3 ms to launch a step, but the device may take only 0.7 ms to run a step of
-# a small model. Bursts of steps keep the device busy.
+# The host takes about 1.3 ms to launch a step. The device may run a step of a small model in only
+# 0.7 ms. Bursts of steps keep the device busy.
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, num_scheduler_steps=4)
 # A CPU machine has few cores to compile programs, and other processes need its memory. Matrix
 # products on a CPU gain little from more than 64 rows, so one prefill bucket is enough.
@@ -283,9 +283,10 @@ class Sizing:
         return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
     def _verify_logits_bytes(self) -> int:
-        """Return the total number of bytes of four arrays of equal size: the logits of a verify
-        step, and the scaled logits, the noise and the mask that sampling computes from the
-        logits."""
+        """Return the number of bytes of a verify step's logits and the arrays computed from them.
+
+        Sampling computes three arrays of the same size: the scaled logits, the noise and the mask.
+        """
         sizes = self._limits.buckets.verify_batch_sizes
         rows = max(MAX_VERIFY_LOGITS_ROWS, *sizes) if sizes else 0
         return 4 * rows * self._limits.vocab_size * jnp.dtype(jnp.float32).itemsize
@@ -410,8 +411,8 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
     Args:
         limits: Result of `resolve_limits`.
         num_blocks: Number of blocks in the pool, including the null block.
-        config: Options of the engine. If the option `max_model_len` is set, `max_model_len` is not
-            lowered.
+        config: Options of the engine. If its `max_model_len` is set and does not fit, the function
+            raises an error instead of lowering the limit.
 
     Raises:
         ValueError: The pool has no usable block, or a sequence with the `max_model_len` of `config`

@@ -349,7 +349,7 @@ def open_program_store(
     Args:
         cache: The engine's `compilation_cache_dir`.
         model_config: Configuration of one device's shard of the model.
-        model: The model. Its parameters may be shapes instead of arrays.
+        model: The model, whose parameters may be shapes instead of arrays.
         device: Device that the programs run on.
 
     Returns:

@@ -248,7 +248,7 @@ def main(sock: socket.socket) -> None:
     exit_with_parent(sock)
     code = 0
     try:
-        # Raises an error if the channel is closed.
+        # If the channel is closed, `receive` returns None, and `from_json` raises an error.
         job = from_json(receive(sock) or b"", CompileJob)
         for name in run_compile_job(job, lambda: from_json(receive(sock) or b"", RuntimeConfig)):
             send(sock, to_json({"compiled": repr(name)}))
@@ -314,9 +314,9 @@ def make_compile_jobs(
 ) -> list[CompileJob]:
     """Return one job per worker; the jobs contain the JAX settings of the current thread.
 
-    The result is empty if `choose_num_workers` returns 0, if there is no program store or no
-    writable cache through which workers could pass programs to the engine, or if no Python
-    interpreter is known.
+    The result is empty if `choose_num_workers` returns 0 or if no Python interpreter is known.
+    Workers pass programs to the engine through the program store and JAX's cache. The result is
+    therefore also empty if `store` is None or if the cache is not writable.
 
     Args:
         config: Options of the engine.
@@ -395,8 +395,7 @@ class CompilePool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Start the workers. They first compile the programs that do not depend on the size of the
-        KV pool.
+        """Start the workers. A worker first compiles programs that do not depend on the pool size.
 
         Args:
             limits: Sizes and limits of the runtime; the size of the KV pool is not known yet.

@@ -57,24 +57,25 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # The last refusal of `find_fit`. `_refused_state` is what the result depended on: the first
-        # sequence of the request, the number of its live sequences, the number of blocks that must
-        # stay free, and the number of blocks freed so far. `_refused_prefix` is the cached prefix
-        # of the sequence at the refusal.
+        # The last refusal of `find_fit`. The refusal holds until a value in `_refused_state`
+        # changes. The first two values are the request's first sequence and number of live
+        # sequences. The others are the number of blocks that must stay free, and the number of
+        # blocks freed so far. `_refused_prefix` is the cached prefix of the first sequence at the
+        # refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` is what the
-        # result depended on: the first sequence of the request, the number of its live sequences,
-        # the number of calls of `BlockPool.free` so far, and the number of blocks that must stay
-        # free. `_preemption_refused_prefix` is the cached prefix of the sequence at the refusal.
+        # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` has the same
+        # values as `_refused_state`, except for the number of freed blocks. Instead, it has the
+        # number of calls of `BlockPool.free`. `_preemption_refused_prefix` is the cached prefix of
+        # the first sequence at the refusal.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
     def find_fit(self, request: Request) -> GroupFit | None:
-        """Return the `GroupFit` of a waiting request; None if too few batch rows or blocks are
-        free.
+        """Return a waiting request's cached blocks, and the number of free blocks that it needs.
 
-        Call `set_common_prefix` for the request first.
+        Return None if too few batch rows or blocks are free. Call `set_common_prefix` for the
+        request first.
         """
         if request.num_rows > self.num_free_rows:
             return None
@@ -99,7 +100,10 @@ class Admission:
         return None
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """Return the `GroupFit` of a waiting request, whether or not enough blocks are free."""
+        """Return a waiting request's cached blocks, and the number of free blocks that it needs.
+
+        The method does not check whether enough blocks are free.
+        """
         if request.status is RequestStatus.SWAPPED:
             return self._swap_space.measure_fit(request)
         manager, (first, *others) = self._manager, request.live_sequences
@@ -139,9 +143,8 @@ class Admission:
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # The victims may hold blocks of the request's cached prefix. Preempting the victims frees
-        # these blocks, so `freed_blocks` includes them. The request then takes them, so count them
-        # as needed too.
+        # `freed_blocks` may include blocks of the request's cached prefix, which victims hold now.
+        # The request takes such a block, so count the block as needed too.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
@@ -213,8 +216,10 @@ def _is_new_single_sequence(request: Request) -> bool:
 
 def _max_prefix_tokens(request: Request) -> int:
     """Return the maximum number of leading tokens of a request that the prefix cache may supply.
-    The prefix cache may supply the whole common prefix of several sequences. A single sequence must
-    compute at least its last token, from which the step samples.
+
+    For a request with several sequences, this is the length of their common prefix. For a single
+    sequence, it is the number of tokens before the last token: a step must compute the last token,
+    because it samples the next token from the result.
     """
     if request.status is RequestStatus.SWAPPED:
         return request.live_sequences[0].num_computed_tokens
@@ -279,13 +284,13 @@ def check_request_fits(config: SchedulerConfig, manager: BlockManager, request: 
 def check_pin_fits(
     manager: BlockManager, num_new_blocks: int, unfinished_requests: Iterable[Request]
 ) -> None:
-    """Check that every unfinished request could still run to its end after another pin.
+    """Check that the pool stays large enough for every unfinished request if a prefix is pinned.
 
-    The check assumes that the requests share no blocks with the new pin.
+    The check assumes that the requests share no blocks with the prefix.
 
     Args:
         manager: Block manager whose pool holds the pinned blocks.
-        num_new_blocks: Number of blocks that the new pin adds to the pinned blocks.
+        num_new_blocks: Number of blocks of the prefix that are not pinned yet.
         unfinished_requests: Running and waiting requests.
 
     Raises:

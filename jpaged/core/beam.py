@@ -85,7 +85,8 @@ class BeamSearch:
             raise ValueError(
                 f'early_stopping={self.early_stopping!r} must be True, False or "never"'
             )
-        # Convert NumPy numbers to ints, and copy the set, because the caller may change it later.
+        # Convert NumPy numbers to Python numbers. Copy the set, because the caller may change the
+        # original later.
         self.width, self.length_penalty = int(width), float(penalty)
         self.end_token_ids = frozenset(self.end_token_ids)
 
@@ -93,8 +94,8 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """Number of most probable next tokens per beam that `advance` needs as candidates.
 
-        All `width` best continuations that are not end tokens may extend the same beam, and every
-        end token of this beam may be more probable than these continuations.
+        A step needs the `width` best continuations that do not end with an end token. All of them
+        may extend the same beam, and every end token may be more probable than they are.
         """
         return self.width + len(self.end_token_ids)
 

@@ -49,7 +49,7 @@ class GroupFit(NamedTuple):
 class BlockManager:
     """Allocates to each sequence exactly the blocks that its computed tokens need.
 
-    With speculative decoding, a sequence may hold more blocks: `reserve` adds blocks for drafts,
+    With speculative decoding, a sequence may hold more blocks. `reserve` adds blocks for drafts,
     and `trim` frees the blocks that no step in flight may write.
 
     Token `i` of a sequence lies in slot `i % block_size` of block `block_table[i // block_size]`.
@@ -99,13 +99,15 @@ class BlockManager:
 
         Args:
             first: First sequence of the group.
-            num_blocks: Number of free blocks that the group needs, including blocks that must stay
-                free.
+            num_blocks: Number of blocks that must be free: the blocks that the group needs, and
+                the spare blocks for running sequences.
         """
         return num_blocks <= self.num_free_blocks
 
     def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:
-        """Give the first sequence of a new group its cached prefix blocks as computed tokens.
+        """Put cached prefix blocks into the block table of a new group's first sequence.
+
+        The tokens in these blocks then count as computed.
 
         Args:
             first: First sequence of the group, without blocks.
@@ -141,7 +143,7 @@ class BlockManager:
         start, block_size = sequence.num_computed_tokens, self.block_size
         table = sequence.block_table
         grown = -(-(start + num_tokens) // block_size) - len(table)
-        if grown < 0:  # the sequence has reserved blocks, and never shares a partly filled block
+        if grown < 0:  # a sequence with spare blocks never shares its partly filled block
             return 0
         if start % block_size and self.pool.blocks[table[-1]].ref_cnt > 1:
             return grown + 1
@@ -264,12 +266,11 @@ class BlockManager:
         """Return the blocks of the sequence's longest cached prefix.
 
         Args:
-            sequence: Sequence whose tokens are looked up. If registration of the sequence's blocks
-                has ended, no prefix is returned, because old weights may have computed the
-                sequence's KV.
-            max_tokens: Maximum length of the prefix. By default the last token is left out, because
-                a step must compute at least one token to sample from. The prefix is never longer
-                than `sequence.max_cached_tokens`.
+            sequence: Sequence whose tokens are looked up. If its `num_registered_blocks` is
+                `REGISTRATION_ENDED`, the result is empty: old weights may have computed its KV.
+            max_tokens: Maximum number of tokens of the prefix. None: all tokens except the last
+                one, because a step must compute at least one token to sample from. In addition,
+                `sequence.max_cached_tokens` limits the prefix.
         """
         tokens, limit = sequence.token_ids, sequence.max_cached_tokens
         most = len(tokens) - 1 if max_tokens is None else max_tokens
@@ -290,8 +291,8 @@ class BlockManager:
             limit, table = sequence.max_cached_tokens, sequence.block_table
             found = table if limit is None else table[: limit // self.block_size]
             return sum(block_id in self.pins.holder_counts for block_id in found)
-        # For a swapped-out sequence, look up only the computed tokens whose ids the host knows, as
-        # `SwapSpace` does.
+        # For a swapped-out sequence, look up only computed tokens whose ids the host knows:
+        # `SwapSpace.swap_in` shares cached blocks only for these tokens.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         most = known if sequence.host_block_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))
@@ -302,8 +303,8 @@ class BlockManager:
         """Return whether the cache now holds a longer prefix than an earlier lookup found.
 
         Args:
-            cache_entries: Cache entries of the earlier prefix. Evicted entries at the end of the
-                list are removed.
+            cache_entries: Cache entries of the earlier prefix. The method removes evicted entries
+                from the end of this list.
             sequence: Sequence whose tokens are looked up.
             max_tokens: Maximum length of the prefix.
         """
@@ -353,10 +354,10 @@ class BlockManager:
         self.end_sharing(sequences)
 
     def end_sharing(self, sequences: Iterable[Sequence]) -> None:
-        """Stop sharing the KV that is computed so far with sequences that start later.
+        """Clear the prefix cache, so that sequences that start later share no KV computed before.
 
-        The cache is cleared, but pinned blocks stay allocated. A sequence that holds blocks, on the
-        device or in host memory, uses the cache again only after it has freed them.
+        Pinned blocks stay allocated. A sequence that holds blocks, on the device or in host memory,
+        uses the cache again only after it has freed these blocks.
 
         Args:
             sequences: All sequences that hold blocks.

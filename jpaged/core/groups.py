@@ -68,7 +68,10 @@ def fork_sequences(manager: BlockManager, request: Request) -> list[RowFork]:
 
 
 def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, int]]:
-    """Return (sequence, number of tokens to compute) pairs, within `token_budget` in total."""
+    """Return pairs (sequence, number of tokens to compute).
+
+    The pairs have at most `token_budget` tokens in total.
+    """
     if request.num_common_prefix_tokens:
         first = request.live_sequences[0]
         return [
@@ -83,7 +86,7 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
         if request.beam is None:
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:
-                continue  # the last pending token completes the sequence
+                continue  # a step in flight samples the last token of the sequence
         num_tokens = min(known - sequence.num_computed_tokens, token_budget)
         if num_tokens:
             work.append((sequence, num_tokens))
@@ -97,7 +100,7 @@ def is_decoding(request: Request) -> bool:
 
 
 def is_beam_ready(beam: Sequence) -> bool:
-    """Return whether the beam has next-token candidates and no step in flight computes it."""
+    """Return whether the beam has next-token candidates and is not part of a step in flight."""
     return beam.candidates is not None and not beam.num_in_flight_steps
 
 

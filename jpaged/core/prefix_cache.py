@@ -178,13 +178,15 @@ class PrefixCache:
         )
 
     def _make_key(self, parent: int, token_ids: list[int], salt: str | None) -> bytes:
-        """Return parent, tokens and salt as bytes. Fixed-width numbers make the key unique."""
+        """Return parent, tokens and salt as bytes. Numbers have a fixed width, so different inputs
+        give different keys."""
         key = self._layout.pack(parent, *token_ids)
         return key if salt is None else key + salt.encode("utf-8", "surrogatepass")
 
 
 class Pins:
-    """Pinned prefixes. A pin holds a reference to each block, so that the block is never evicted.
+    """Pinned prefixes. A pin holds a reference to each block of its prefix, so that no block of the
+    prefix is evicted.
 
     Attributes:
         holder_counts: Number of pins that hold each block, by block id.
@@ -202,7 +204,7 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """Number of different blocks that pins hold."""
+        """Number of pinned blocks. A block that several pins hold counts once."""
         return len(self.holder_counts)
 
     def num_pinned(self, blocks: Iterable[KVBlock]) -> int:

@@ -12,7 +12,7 @@ from jpaged.errors import format_count
 
 
 class NoTokenError(ArithmeticError):
-    """No token could be sampled for a request that has `num_output_tokens` output tokens."""
+    """The next token of a request could not be sampled after `num_output_tokens` output tokens."""
 
     def __init__(self, num_output_tokens: int):
         super().__init__(
@@ -32,7 +32,7 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended. A request's reason is the reason of its last sequence to end."""
+    """Reason why a sequence ended. A request gets the reason of the sequence that ended last."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -120,8 +120,8 @@ class Sequence:
         host_block_table: While swapped out: index in the swap entry for each block.
         cache_salt: Sequences share cached prefixes only if their salts are equal.
         first_scored_position: Position of the first prompt token whose log-probability is returned;
-            None if no prompt token is scored. A token is scored when the token before it is
-            computed, so only tokens before that one may come from the prefix cache.
+            None if no prompt token is scored. To score the token at position p, a step must compute
+            the token at position p - 1. So only tokens before position p - 1 may be cached.
         num_cached_tokens: Number of cached tokens when the sequence first joined the batch; None
             before that.
         num_registered_blocks: Number of leading blocks that are in the prefix cache, or

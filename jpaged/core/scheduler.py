@@ -338,7 +338,11 @@ class Scheduler:
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
     def _check_update(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """Raise ValueError unless the plan is the next to read and the array fits the plan."""
+        """Check that `plan` is the oldest unread plan, and that the sampled tokens fit the plan.
+
+        Raises:
+            ValueError: The plan is out of order, or `sampled_token_ids` has the wrong shape.
+        """
         if not self._num_updated == plan.step_id < self._num_planned:
             raise ValueError(
                 f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
@@ -372,7 +376,7 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
+                if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -416,8 +420,10 @@ class Scheduler:
         self.block_manager.reset_prefix_cache(self.sequences.by_id.values())
 
     def check_pins_allow_new_weights(self) -> None:
-        """Check that the weights may be replaced now: unfinished requests must not rely on pinned
-        blocks, which new sequences cannot share after an update.
+        """Check that the weights may be replaced now.
+
+        After an update, no request can share the pinned blocks, because the old weights computed
+        the KV in these blocks. An unfinished request could then need more blocks than the pool has.
 
         Raises:
             ValueError: A prefix is pinned while a request is unfinished.
@@ -431,9 +437,9 @@ class Scheduler:
             )
 
     def end_sharing(self) -> None:
-        """Stop sharing the KV that is computed so far. Later requests share only newer KV.
+        """Clear the prefix cache, so that later requests share no KV that was computed before.
 
-        All planned steps must have been read.
+        Pinned blocks stay allocated. All planned steps must have been read.
         """
         self.block_manager.end_sharing(self.sequences.by_id.values())
 
@@ -498,10 +504,13 @@ class Scheduler:
     def _requests_to_continue(self, step: PlanBuilder) -> list[Request]:
         """Return the running requests that the step continues: usually all running requests.
 
-        Requests that are decoding skip the step if all of these conditions hold: the goal of the
-        step is throughput, priorities are off, prompts alone can fill the step, and all running
-        requests except perhaps the last one are decoding. The step then continues only the last
-        request, if its prompt is partly computed.
+        Requests that are decoding skip the step if all of these conditions hold:
+
+        - The goal of the step is throughput, and priorities are off.
+        - Prompts alone can fill the step.
+        - At most one running request, the last one, is not decoding yet.
+
+        The step then continues only the last request, if its prompt is partly computed.
         """
         running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:
@@ -690,7 +699,7 @@ class Scheduler:
                 if not head.is_fully_read or self._admission.find_fit(head) is not None:
                     return
                 if self._waits_for_blocks and self._trim_reservations():
-                    continue  # try again: `head` may fit into the blocks that were freed
+                    continue  # call `find_fit` again, because blocks were freed
                 if not self._admission.would_fit_after_preemption(
                     head, less_urgent, step.token_budget
                 ):
@@ -846,7 +855,7 @@ class Scheduler:
 
 
 def _settle(sequence: Sequence, num_tokens: int) -> None:
-    """Correct a sequence's numbers of computed and pending tokens after the host has read a step.
+    """Correct `num_computed_tokens` and `num_pending_tokens` after the host has read a step.
 
     Args:
         sequence: Sequence that the step computed.
@@ -854,5 +863,5 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # a preemption sets `num_computed_tokens` to 0
+    if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
         sequence.num_computed_tokens += num_tokens - 1

@@ -56,7 +56,8 @@ class Speculation:
         self.num_verified_rows = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_verify_steps = self.num_mixed_steps = 0
         self._costs = tuple(costs)
-        # Counts since the last trial of drafts began.
+        # Numbers of verify steps, rows and tokens since the last trial began. A trial is a series
+        # of verify steps that measures how many drafts are accepted.
         self._num_read_steps = self._num_rows = self._num_tokens = 0
         self._num_plain_steps, self._max_plain_steps = 0, MIN_PLAIN_STEPS
 

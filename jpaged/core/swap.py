@@ -149,8 +149,9 @@ class SwapSpace:
     # ---- in
 
     def measure_fit(self, request: Request) -> GroupFit:
-        """Return the `GroupFit` of a swapped-out group, whether or not enough blocks are free.
+        """Return a swapped-out group's cached blocks, and the number of free blocks that it needs.
 
+        The method does not check whether enough blocks are free.
         The number of needed blocks includes blocks for tokens that are not computed yet. Without
         these blocks, the group would be preempted again immediately. Blocks that the prefix cache
         still holds are shared and not copied from host memory. Blocks that hold only drafts that
@@ -211,7 +212,8 @@ class SwapSpace:
             return
         swap_entry_id = self._remove_entry(request)
         left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
-        if len(left) == len(self._swap_outs):  # an earlier plan already contains the swap-out
+        if len(left) == len(self._swap_outs):
+            # An earlier plan creates the swap entry, so the next plan must drop it.
             self._dropped.append(swap_entry_id)
         self._swap_outs = left
 

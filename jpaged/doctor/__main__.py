@@ -135,7 +135,7 @@ def _check_python() -> Finding:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of the installed packages of JAX, by name."""
+    """Return the versions of the installed JAX packages, by package name."""
     names = ["jax", "jaxlib", "flax"]
     names += [f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt")]
     found = {}
@@ -148,7 +148,8 @@ def installed_packages() -> dict[str, str]:
 
 
 def check_jax(packages: Mapping[str, str]) -> Finding:
-    """Check that JAX is installed, and that a GPU plugin has the version of jaxlib."""
+    """Check that JAX is installed, and that an installed GPU plugin has the same version as
+    jaxlib."""
     if not packages:
         return Finding("JAX", "not installed", "pip install jpaged", Status.PROBLEM)
     found = ", ".join(f"{name} {number}" for name, number in packages.items())
@@ -204,7 +205,8 @@ def check_driver(gpus: Sequence[Mapping[str, str]], packages: Mapping[str, str])
 
 
 def probe_devices() -> tuple[list[dict[str, Any]], str]:
-    """Return JAX's local devices, and the text of an error or "". A child process looks them up."""
+    """Return JAX's local devices, and an error text ("" for no error). A child process starts
+    JAX."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],

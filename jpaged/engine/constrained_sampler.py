@@ -85,7 +85,8 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers that are complete or failed after the tokens of the step that the loop reads now.
+        # Answers that ended with the tokens of the newest read step: their grammars are complete or
+        # have failed.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
@@ -245,16 +246,18 @@ class ConstrainedSampler:
 
 
 class WaitBudget:
-    """Limits how long a step waits for late masks, as long as the mask worker is responsive.
+    """Limits how long a step waits for late masks if other rows of the step are ready.
+
+    `ConstrainedSampler` has further limits, such as for a mask worker that does not respond.
 
     While a step waits for masks, the device computes the layers of the step, so a wait of that
     length costs little. The basic budget estimates that length by the time that the host has just
     waited for the device. The budget then grows as follows:
 
-    - If at most 25 % of the rows have late masks, the budget grows by the duration of a step
-      multiplied by the fraction of late rows. The total waiting time of all rows then equals the
-      total time that the late rows would lose if they skipped the step.
-    - If more rows are late, the budget grows by the duration of a step, so rows without a grammar
+    - If at most 25 % of the rows have late masks, the budget grows by the fraction of late rows,
+      multiplied by a step's duration. The total waiting time of all rows then equals the total time
+      that the late rows would lose if they skipped the step.
+    - If more rows are late, the budget grows by the duration of a step. Rows without a grammar then
       keep at least half of their speed. If all rows have a grammar, the budget is unlimited.
 
     Late rows whose grammars take milliseconds per token (`AnswerState.HEAVY`) do not count as late.

@@ -365,8 +365,8 @@ class Engine:
 
         The engine computes each prompt together with its completion. The engine also samples one
         token after each completion, and discards this token. If several completions share a prompt,
-        the KV of the prompt's full blocks is computed once, and later completions find these blocks
-        in the prefix cache.
+        the KV of the prompt's full blocks is computed once. Later completions find these blocks in
+        the prefix cache.
 
         Args:
             prompts: A list of prompts, as in `generate`, or one prompt for all completions.
@@ -593,9 +593,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # `pin` is None if the prefix is not cached. If another request has preempted this
-            # request before its token was read, compute the prefix again. Without other requests,
-            # preemption cannot be the cause.
+            # If `pin` is None, the prefix is still not cached. Another request may have preempted
+            # this request before its token was read: then compute the prefix again. If no other
+            # request exists, the cause is a hash collision.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -687,9 +687,9 @@ class Engine:
                 arrays once.
 
         Raises:
-            TypeError, ValueError: A name, shape, dtype or device is wrong, an array was deleted or
-                is not finite, or a prefix is pinned while a request is unfinished. The engine keeps
-                its weights.
+            TypeError, ValueError: A name, shape, dtype or device is wrong, or an array was deleted
+                or is not finite. Or a prefix is pinned while a request is unfinished. The engine
+                keeps its weights.
             RuntimeError: A request is unfinished and the engine is not paused, or an earlier step
                 failed. The engine keeps its weights.
         """
@@ -701,7 +701,7 @@ class Engine:
         self._loop.update_weights(write, version)
 
     def _check_paused(self, name: str) -> None:
-        """Raise RuntimeError if a request is unfinished and the engine launches steps."""
+        """Raise RuntimeError if a request is unfinished and the engine can launch steps."""
         num_unfinished = len(self._loop.requests)
         if num_unfinished and self.can_advance:
             raise RuntimeError(

@@ -83,8 +83,8 @@ class EngineLoop:
         counts: Number of events of each kind since the start. The keys are names of `EngineStats`
             fields.
         watches: Pool watches, which record the block copies of each launched plan. The set holds
-            weak references, so that a watch leaves the set when the caller drops it, and so that
-            the engine is freed without the garbage collector.
+            weak references: a watch leaves the set when the caller drops the watch, and no
+            reference cycle keeps the engine in memory.
         weights_version: Number of the weights that later steps use.
         is_paused: Whether `pause` was called, so that no step may be launched.
         is_sleeping: Whether `sleep` has freed the pool, so that no step may be launched.
@@ -207,7 +207,7 @@ class EngineLoop:
         """Launch no more steps until `resume`, and read the steps in flight.
 
         Args:
-            mode: What happens to unfinished requests.
+            mode: Whether unfinished requests continue after the pause, finish before it, or end.
             recompute: Whether to free the KV of the unfinished requests.
 
         Raises:
@@ -250,8 +250,8 @@ class EngineLoop:
     def sleep(self, release: Callable | None) -> None:
         """Free the pool, and optionally the weights.
 
-        Unfinished requests compute their tokens again later. The engine must be paused if there are
-        any.
+        If requests are unfinished, the engine must be paused. These requests compute all their
+        tokens again after `wake_up`.
 
         Args:
             release: Function that frees the parameters, for `ModelRunner.release_parameters`. None
@@ -390,7 +390,8 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        # The finalizer of a dropped stream has called this method, inside a critical section.
+        # The finalizer of a dropped stream may call this method inside a critical section. The
+        # section then ends the request after its own work.
         if self._is_busy:
             self._deferred_aborts.append(state)
             return
@@ -403,8 +404,8 @@ class EngineLoop:
     def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
         """Return the plans to launch now: none, one, or several plans for a burst.
 
-        If `goal` is `LATENCY` and requests are waiting, return at most one plan, so that a waiting
-        request can join the batch as soon as another request ends.
+        If `goal` is `LATENCY` and requests are waiting, return at most one plan. A waiting request
+        can then join the batch as soon as another request ends.
         """
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
@@ -429,9 +430,9 @@ class EngineLoop:
         """Launch the plans that `_schedule` returned, and return the handles of the launched steps.
 
         Plans without a grammar are launched as one program if they form a full burst (`burst_steps`
-        plans), and one by one otherwise. Only the last plan may have rows with a grammar. Its
-        sampling must wait for the masks of these rows, so this method launches only the layers of
-        the model for that plan, and stores the step in `_unsampled_step`.
+        plans), and one by one otherwise. Only the last plan may have rows with a grammar. The
+        sampling of that plan must wait for the masks of these rows. The method therefore launches
+        only the layers of the model for that plan, and stores the step in `_unsampled_step`.
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
@@ -516,7 +517,7 @@ class EngineLoop:
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        # Do not catch KeyboardInterrupt, after which the next call reads the step.
+        # Do not catch KeyboardInterrupt: the step stays in flight, and the next call reads it.
         except Exception as error:
             self._record_failure(error)
             raise
@@ -628,9 +629,8 @@ class EngineLoop:
             notified[state] = None
             try:
                 if state.accept_token(token, scores, rows.get(sequence.seq_id, 0)):
-                    # A stop string or a complete grammar takes precedence: STOP replaces the finish
-                    # reason of a sequence that this token has ended already, for example at its
-                    # maximum length.
+                    # The token completed a stop string or the grammar. If the token also reached
+                    # the maximum length, STOP replaces the finish reason LENGTH.
                     self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(state, error)

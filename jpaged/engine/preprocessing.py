@@ -306,7 +306,8 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """Sampling parameters of a request that scores a completion. Its output token is dropped."""
 
-# Odd, so that multiples modulo 2**64 differ and no two requests of an engine share a seed.
+# Generated seeds are multiples of the stride, modulo 2**64. The stride is odd, so these multiples
+# differ, and no two requests of an engine share a generated seed.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -446,8 +447,8 @@ class Preprocessor:
             request_id: The id of the request; None to generate an id that is not in use.
             ids_in_use: Ids of unfinished requests.
             first_scored_position: Position of the first prompt token to score (see `Sequence`).
-                None scores no prompt token, unless `params.prompt_logprobs` is set: then scoring
-                starts at position 1.
+                If None, the position is 1 if `params.prompt_logprobs` is set; otherwise no prompt
+                token is scored.
 
         Raises:
             TypeError, ValueError: A parameter is invalid, or the prompt cannot be tokenized.

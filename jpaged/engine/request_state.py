@@ -213,8 +213,8 @@ class SampleState:
             GrammarError: The grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            # An error of the grammar concerns the next token, so ignore the error after the last
-            # token.
+            # The grammar sets an error if it allows no next token. Ignore the error if this token
+            # is the last token of the answer.
             if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
@@ -470,8 +470,7 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if both together allow a token. In that case, the model's logits caused the
-        error.
+        Return None if they allow a token. The token is then missing because of the model's logits.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):

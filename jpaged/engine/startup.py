@@ -100,8 +100,8 @@ def pause_garbage_collection() -> Iterator[None]:
 
     Before and after the start, all existing objects are frozen (`gc.freeze`), unless the caller has
     disabled garbage collection. Otherwise, each collection would examine all modules and the pool's
-    blocks, which takes a tenth of a second or more, and the engine launches no step during a
-    collection. An engine has no reference cycles, so a frozen engine is still freed.
+    blocks. A collection would then block the engine for a tenth of a second or more. An engine has
+    no reference cycles, so a frozen engine is still freed.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -442,8 +442,10 @@ def _unsupported_cache_error(cache_dtype: str) -> ValueError:
 def _missing_kernels(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
 ) -> list[tuple[bool, str, str]]:
-    """Return all possible reasons why `batch_invariant` may not work on a GPU, as tuples (whether
-    the reason applies, description, remedy)."""
+    """Return every reason for which a GPU may not support `batch_invariant`.
+
+    Each reason is a tuple (whether it applies to this model, description, remedy).
+    """
     windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
     caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]
     has_prefill = runs_hopper_prefill(

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.formats import LinearInput
+from jpaged.models.layer_calls import trace_once
 from jpaged.models.linear import Linear, make_linear
 from jpaged.models.norm import Norm, RMSNorm, make_norm, normalize_rows
 from jpaged.models.sharding import PendingAllReduce, all_mean
@@ -230,17 +231,20 @@ def attend_paged(
     return out.astype(q.dtype)
 
 
+@trace_once
 def attend_projected(
     qkv: Float[Array, "parts T heads H"],
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
-    *,
     norms: HeadNorms | None,
+    scales: KVScales | None,
+    *,
     dtype: DTypeLike,
     batch_invariant: bool,
-    scales: KVScales | None = None,
-    **options: Any,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, "T N H"], LayerKV]:
     """Write the tokens' K and V to the pool, and compute attention, from the projected QKV heads.
 
@@ -250,15 +254,17 @@ def attend_projected(
         attention: Inputs of the step.
         angles: Rotation of each token; None to skip the rotation.
         norms: Norms of each query and key head; None for no norms.
+        scales: Scales of an FP8 pool.
         dtype: Dtype of the queries and of the result.
         batch_invariant: Whether a token's bits must not depend on the other tokens of the step.
-        scales: Scales of an FP8 pool.
-        options: Scale, soft cap and sliding window of the attention ops.
+        scale, sliding_window, soft_cap: Options of the attention ops.
 
     Returns:
         The output of each query head before the output projection, and the updated pool.
     """
     backend, is_decode = attention.backend, attention.query_start_loc is None
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    options["sliding_window"] = sliding_window
     if batch_invariant:
         options["batch_invariant"] = True
     elif angles is not None and is_decode and attention.num_queries == 1:
@@ -409,10 +415,10 @@ class Attention(nnx.Module):
             kv,
             attention,
             angles,
-            norms=self.head_norms(),
+            self.head_norms(),
+            self.scales(),
             dtype=dtype,
             batch_invariant=self.batch_invariant,
-            scales=self.scales(),
             scale=config.scale,
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,

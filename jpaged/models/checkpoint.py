@@ -1,6 +1,6 @@
 """Hugging Face checkpoint folders: download them, read their files, map tensors to parameters.
 
-This module does not import JAX, so that a missing model is reported before JAX starts.
+This module does not import JAX, so that an error about a missing model comes before JAX starts.
 """
 
 import json
@@ -71,7 +71,7 @@ checkpoints use instead."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded. The message names the file, tensor or parameter."""
+    """Raised if a checkpoint cannot be loaded. The message names the file, tensor or parameter."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class WeightRule:
     """A mapping from one checkpoint tensor to a parameter, or to one part of a fused parameter.
 
     A parameter's path is the dotted path of its `nnx.Param` in the model, without `Linear.format`,
-    such as `layers.0.attention.qkv.weight`. Several rules may fill one fused parameter, each rule
-    one part.
+    such as `layers.0.attention.qkv.weight`. A fused parameter has several rules, and each rule
+    fills one part of it.
 
     Attributes:
         source: Name of the tensor, without the prefix of the `WeightRules`.
@@ -138,7 +138,8 @@ class WeightRule:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Start of the filled part along each parameter axis; axes with start 0 are left out."""
+        """Index at which the filled part begins, by axis of the parameter. Axes with index 0 are
+        left out."""
         offsets = {self.axis: self.start}
         return offsets if self.expert is None else offsets | {0: self.expert}
 
@@ -151,8 +152,8 @@ class WeightRules:
         rules: One rule for each pair of a tensor and a parameter that the tensor fills.
         prefix: Regular expression for an optional prefix of tensor names. It does not apply to the
             output head's name.
-        ignored_pattern: Regular expression of the names, without prefix, of tensors that are known
-            but not loaded, such as causal-mask buffers.
+        ignored_pattern: Regular expression for names of tensors, without prefix, that are not
+            loaded, such as causal-mask buffers.
         head_prefix: Regular expression of an optional prefix of the output head's name.
     """
 
@@ -166,7 +167,7 @@ class WeightRules:
         return next(iter(self.find_all(name)), None)
 
     def find_all(self, name: str) -> Sequence[WeightRule]:
-        """Return all rules of the tensor called `name`; empty if the tensor is unknown."""
+        """Return all rules of the tensor `name`; an empty list if the tensor is unknown."""
         prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
         source = re.sub(f"^(?:{prefix})", "", name)
         if self.ignored_pattern and re.fullmatch(self.ignored_pattern, source):
@@ -199,7 +200,7 @@ def open_safetensors(file: Path) -> safe_open:
 
 
 def format_names(names: list[str]) -> str:
-    """Join the first names with commas, followed by the number of remaining names."""
+    """Return the first names, joined with commas, and the number of remaining names."""
     more = len(names) - _MAX_LISTED_NAMES
     return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -218,7 +219,7 @@ def check_model(model: str | Path) -> None:
 
         with _convert_hub_errors(str(model)):
             cached_path = try_to_load_from_cache(str(model), "config.json")
-            if isinstance(cached_path, str):  # if config.json is cached, no network is needed
+            if isinstance(cached_path, str):  # the call needs no network if config.json is cached
                 folder = Path(cached_path).parent
             else:
                 folder = Path(snapshot_download(str(model), allow_patterns=["config.json"]))
@@ -247,15 +248,15 @@ def resolve_checkpoint(model: str | Path) -> Path:
             )
             folder = Path(fetched)
             if not any(folder.glob("*.safetensors")):
-                # Without a network, `snapshot_download` raises no error if the folder is cached.
-                # The folder may then hold only config.json, which `check_model` downloaded. Call
-                # `model_info`, which raises the network error.
+                # Without a network, `snapshot_download` returns a cached folder and raises no
+                # error. The folder may hold only config.json, which `check_model` downloaded.
+                # `model_info` then raises the network error.
                 model_info(str(model))
     return folder
 
 
 def _local_folder(model: str | Path) -> Path | None:
-    """Return `model` as a local folder; None if it is not a folder but may be a hub id.
+    """Return the local folder `model`, or None if `model` may be a hub id.
 
     Raises:
         CheckpointError: `model` is a file, or is neither a folder nor a possible hub id, or the
@@ -294,7 +295,7 @@ def _convert_hub_errors(model: str) -> Iterator[None]:
     """Convert any exception of a hub download in the `with` block to a CheckpointError."""
     try:
         yield
-    except Exception as error:  # the hub's client also raises errors of its HTTP library
+    except Exception as error:  # errors of the HTTP library have other types
         folder = Path(model).expanduser().absolute()
         raise CheckpointError(
             f"model={model!r} is not a folder (looked for {folder}), and {_hub_error_text(error)}."
@@ -302,7 +303,7 @@ def _convert_hub_errors(model: str) -> Iterator[None]:
 
 
 def _hub_error_text(error: Exception) -> str:
-    """Return a text that says why a download from the hub failed and what to do."""
+    """Return an error text that says why a download from the hub failed, and what to do."""
     from huggingface_hub import errors
 
     if isinstance(
@@ -461,7 +462,7 @@ def _read_byte_offsets(file: Path) -> dict[str, int]:
     """Return the offset of each tensor's first byte from the beginning of a safetensors file.
 
     The safetensors package must have checked the header before. If two entries of a header have the
-    same name and the same byte range, the package keeps the last entry. This function raises an
+    same name and byte range, the package silently keeps the last entry. This function raises an
     error instead.
 
     Raises:

@@ -34,7 +34,7 @@ MAX_TENSOR_PARALLEL_SIZE = 8
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base and scaling.
+    """Settings of a rotary position embedding: its base and its scaling.
 
     All rope types but "default" use `factor`. "llama3" and "yarn" use
     `original_max_position_embeddings`. Only "llama3" uses `low_freq_factor` and `high_freq_factor`.
@@ -62,16 +62,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a sparse feed-forward.
+    """Settings of the experts of a sparse feed-forward.
 
     Attributes:
         num_experts: Number of experts of the layer, on all devices.
-        num_experts_per_token: Number of experts that each token chooses.
+        num_experts_per_token: Number of experts that the router chooses for each token.
         intermediate_size: Width of one expert. On tensor-parallel devices that split the width, it
             is the width of the device's shard.
         normalize: Whether the routing weights of a token are divided by their sum.
-        num_local_experts: Number of experts of the device, if whole experts are placed on devices;
-            otherwise `num_experts`.
+        num_local_experts: Number of experts on the device. It is below `num_experts` if each device
+            holds only some of the experts.
         count_field, width_field: Names in config.json of `num_experts` and `intermediate_size`.
     """
 
@@ -87,12 +87,12 @@ class ExpertsConfig:
         object.__setattr__(self, "num_local_experts", self.num_local_experts or self.num_experts)
 
     def shard(self, count: int, by_expert: bool) -> "ExpertsConfig":
-        """Return the description of the experts on one of `count` devices.
+        """Return the settings of the experts that one of `count` devices holds.
 
         Args:
             count: Number of devices.
-            by_expert: Whether to place whole experts on devices. Otherwise each device has a shard
-                of the width of all experts.
+            by_expert: Whether each device holds some whole experts. Otherwise each device holds all
+                experts, and the devices split the width of each.
         """
         if by_expert:
             return replace(self, num_local_experts=self.num_experts // count)
@@ -101,7 +101,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: its attention, and whether its feed-forward is dense or sparse.
+    """Settings of one layer: its attention, and whether its feed-forward is dense or sparse.
 
     Attributes:
         scale: Factor of the dot products of queries and keys.
@@ -140,7 +140,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that determines the computation of a model, and its special tokens.
+    """Description of a model: everything that determines its computation, and its special tokens.
 
     Attributes:
         model_type: Hugging Face's name of the family.
@@ -171,8 +171,8 @@ class ModelConfig:
         quantization: Quantization of the projections and the KV cache; None for no quantization.
         kv_cache_dtype: Dtype of the KV pool; None for the dtype of the weights. Set by an engine
             option, not by config.json.
-        enable_expert_parallel: Whether tensor-parallel devices hold whole experts instead of shards
-            of all experts. Set by an engine option, not by config.json.
+        enable_expert_parallel: Whether each tensor-parallel device holds some whole experts,
+            instead of a shard of every expert. Set by an engine option, not by config.json.
         batch_invariant: Whether a token's bits must not depend on the other tokens of a step. Set
             by an engine option.
         tensor_parallel_size: Number of tensor-parallel devices. If larger than 1, the numbers of
@@ -217,7 +217,7 @@ class ModelConfig:
     def shard(self, count: int) -> "ModelConfig":
         """Return the config of the shard that each of `count` tensor-parallel devices computes.
 
-        Several devices hold the same KV head if the devices outnumber the KV heads.
+        If the devices outnumber the KV heads, several devices hold the same KV head.
 
         Raises:
             ValueError: `count` devices cannot split the model, or this config is a shard already.
@@ -256,7 +256,7 @@ class ModelConfig:
 
     def _indivisible_size(self, count: int) -> str | None:
         """Return the first size of the model that `count` devices cannot split, or None."""
-        if count == 1:  # one device holds the whole model, so no size must be divisible
+        if count == 1:  # one device holds the whole model, so every size is allowed
             return None
         kv_heads = self.num_kv_heads
         if self.num_heads % count:
@@ -293,14 +293,15 @@ class ModelConfig:
         return None
 
     def _expert_rows_per_scale(self) -> int:
-        """Return the number of consecutive outputs of an expert that share a scale."""
+        """Return how many consecutive outputs of an expert share one scale."""
         layers = enumerate(self.layers)
         paths = [expert_path(index) for index, layer in layers if layer.experts is not None]
         return max(self.weight_format(path).outputs_per_scale for path in paths)
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of token-embedding rows per device: all rows if the devices cannot split them."""
+        """Number of token-embedding rows on each device. If `vocab_size` is not divisible by the
+        number of devices, each device holds all rows."""
         shared = not self.vocab_size % self.tensor_parallel_size
         return self.vocab_size // self.tensor_parallel_size if shared else self.vocab_size
 
@@ -311,7 +312,7 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """Experts of the sparse layers, which have equal settings; None if all layers are dense."""
+        """Settings of the experts, which all sparse layers share; None if all layers are dense."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     def projection(self, path: str) -> Projection | None:
@@ -342,9 +343,9 @@ class ModelConfig:
     def projections(self) -> dict[str, Projection]:
         """Projections by path, without their weight formats.
 
-        Paths within a layer begin after the layer's number. `project_in` and `project_out` exist
-        only if `embedding_size` differs from `hidden_size`. Paths that begin with `mlp.` exist only
-        in layers with a dense feed-forward.
+        A path within a layer, such as `mlp.down`, has no layer number. `project_in` and
+        `project_out` exist only if `embedding_size` differs from `hidden_size`. Paths that begin
+        with `mlp.` exist only in layers with a dense feed-forward.
         """
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
         is_shared = self.tensor_parallel_size > 1
@@ -388,7 +389,8 @@ class ModelConfig:
 
 
 def expert_path(index: int) -> str:
-    """Return the path of the experts of layer `index`, by which their weight format is chosen."""
+    """Return the path of the experts of layer `index`. `ModelConfig.weight_format` takes this
+    path."""
     return f"layers.{index}.mlp.experts"
 
 
@@ -408,8 +410,8 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
-# Maximum of fields without an entry in the dict above. It is below 2**31, because positions and
-# token ids are 32-bit integers.
+# Maximum value of all other config fields. It is below 2**31, because positions and token ids are
+# 32-bit integers.
 _DEFAULT_MAX_VALUE = 2**30
 
 # Config fields that some models use. Only the listed values do not change the computation.
@@ -452,12 +454,12 @@ _value_repr.maxlong = _value_repr.maxstring = _value_repr.maxother = 100
 
 def field_error(field: str, value: object, supported: object) -> ValueError:
     """Return the error for a config field whose value is not supported."""
-    shown = _value_repr.repr(value)  # the value may be long or deeply nested, so shorten it
+    shown = _value_repr.repr(value)  # shorten the value, which may be long or deeply nested
     return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 
 def head_size_error(value: int, supported: str) -> ValueError:
-    """Return the error for an unsupported head size (`head_dim`, or derived from other fields)."""
+    """Return the error for an unsupported `head_dim`, which may be derived from other fields."""
     derived = "if head_dim is missing, it is hidden_size / num_attention_heads"
     return field_error("head_dim", value, f"{supported} ({derived})")
 
@@ -470,8 +472,8 @@ class ConfigFields:
         values: Content of config.json, or of an object in it.
         defaults: Default values of missing fields. They take precedence over the `default` argument
             of a method.
-        prefix: Text before a field's name in errors, such as "quantization_config." for fields of
-            the object `quantization_config`.
+        prefix: Text that errors put before a field's name, such as "quantization_config." for a
+            field of the object `quantization_config`.
     """
 
     values: Mapping[str, Any]
@@ -480,9 +482,10 @@ class ConfigFields:
     _read_names: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None, *, alias: str = "") -> Any:
-        """Return the value under `name`, else under `alias`, else `default`.
+        """Return the value of the field `name`; None if the field is null.
 
-        A null field gives None. With `default=REQUIRED`, a missing field raises ValueError.
+        If the field is missing, return the value of the field `alias`. If that field is missing
+        too, return `default`, or raise ValueError if `default` is REQUIRED.
         """
         self._read_names.add(name)
         for values in (self.values, self.defaults):
@@ -495,7 +498,7 @@ class ConfigFields:
         return default
 
     def integer(self, name: str, default: Any = REQUIRED, *, alias: str = "") -> int:
-        """Return an integer field, checked to be from 1 to the field's upper limit."""
+        """Return an integer field. Raise ValueError unless it is from 1 to the field's maximum."""
         value, max_value = (
             self.get(name, default, alias=alias),
             _MAX_FIELD_VALUES.get(name, _DEFAULT_MAX_VALUE),
@@ -509,7 +512,7 @@ class ConfigFields:
         return None if self.get(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
-        """Return a number field as a float, checked to be finite and above 0."""
+        """Return a number field as a float. Raise ValueError unless it is finite and above 0."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
@@ -537,14 +540,16 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
-        """Return the fields of a nested object; empty if it is missing and not `required`."""
+        """Return the fields of a nested object. If the object is missing and `required` is false,
+        return no fields."""
         value = self.get(name, REQUIRED) if required else self.get(name) or {}
         if not isinstance(value, Mapping):
             raise field_error(self.prefix + name, value, "an object")
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields that do not change the computation as read, so that they cause no error."""
+        """Mark fields that do not change the computation as read. `refuse_unread` then accepts
+        them."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:
@@ -599,7 +604,7 @@ def read_tokens_and_dtype(
 
 
 def derive_head_size(hidden_size: int, num_heads: int) -> int:
-    """Return hidden_size / num_heads, the head size of models whose config has no head size."""
+    """Return hidden_size / num_heads, the head size if the config has no field for it."""
     if hidden_size % num_heads:
         raise field_error(
             "num_attention_heads", num_heads, f"divisors of hidden_size={hidden_size}"
@@ -626,7 +631,7 @@ def learned_position_config(hidden_size: int, num_heads: int, num_layers: int) -
 def read_rotary_config(
     fields: ConfigFields, model_type: str, default_head_size: int | None = None
 ) -> dict[str, Any]:
-    """Read arguments of `ModelConfig` for a model with rotary embedding.
+    """Return the `ModelConfig` arguments that models with rotary embedding share.
 
     Args:
         fields: Fields of the config.
@@ -663,8 +668,8 @@ def _num_positions(fields: ConfigFields) -> int:
     """Return the number of positions that the model supports.
 
     Vicuna's configs store the number before linear scaling in `max_position_embeddings`, and the
-    scaled number in `max_sequence_length`. With YaRN, the number is at least the original number
-    times the factor.
+    scaled number in `max_sequence_length`. For YaRN, the result is at least the original number of
+    positions times the factor.
     """
     num_positions = fields.integer("max_position_embeddings")
     name = _rope_field_name(fields)
@@ -694,7 +699,8 @@ def make_rotary_layers(
     experts: Sequence[ExpertsConfig | None] = (),
     **changes: Any,
 ) -> tuple[LayerConfig, ...]:
-    """Return one `LayerConfig` per sliding window; all layers share one rotary embedding.
+    """Return the `LayerConfig` of each layer, for models in which all layers share one rotary
+    embedding.
 
     Args:
         fields: Fields of the config.
@@ -764,8 +770,8 @@ def read_sliding_windows(
         fields: Fields of the config.
         window: Size of the sliding window; None if the model has no sliding window.
         default: Layer types of a config without `layer_types`.
-        is_fixed: Whether transformers ignores the field `layer_types`, so that the field must equal
-            `default`.
+        is_fixed: Whether transformers ignores the field `layer_types`. If so, a value other than
+            `default` raises an error.
     """
     layer_types = fields.get("layer_types")
     layer_types = default if layer_types is None else layer_types
@@ -846,7 +852,7 @@ def _read_yarn(rope: ConfigFields, default_factor: float) -> dict[str, Any]:
 
     Args:
         rope: Fields of the rotary embedding.
-        default_factor: Default of `factor`, if it is null.
+        default_factor: Value to use if `factor` is null.
     """
     is_given = rope.get("factor", REQUIRED) is not None
     factor = rope.number("factor") if is_given else default_factor

@@ -74,7 +74,8 @@ class ExpertFormat(nnx.Module):
     """Base class of the weight formats of experts.
 
     The parameters are `gate_up` and `down`; subclasses add further parameters. With several
-    devices, each device holds either some of the experts or a shard of the width of all experts.
+    devices, each device holds either some of the experts, or all experts with a shard of their
+    width.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype: DTypeLike):
@@ -87,7 +88,7 @@ class ExpertFormat(nnx.Module):
     def rules(
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
-        """Return the rules that map the weight at `source`, and its scales, to parameters.
+        """Return the rules that map a weight of the checkpoint, and its scales, to parameters.
 
         Args:
             config: Config of the model.
@@ -100,7 +101,8 @@ class ExpertFormat(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], routing: Routing, backend: Backend
     ) -> Float[Array, "T D"]:
-        """Return the weighted sum of the experts that each row chose, without an all-reduce."""
+        """Return for each row the weighted sum of the experts that the router chose. The sums of
+        the devices are not added here."""
 
 
 class UnquantizedExpertFormat(ExpertFormat):
@@ -165,8 +167,8 @@ class FP8ExpertFormat(ExpertFormat):
         self.down_weight_scale = zero_param(jnp.float32, count, *down)
 
     def _scale_shapes(self, inner: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return two shapes: of the scales of one expert's gate or up projection, and of its down
-        projection."""
+        """Return the shapes of one expert's scales. The first shape is for the gate and for the up
+        projection, the second for the down projection."""
         return (inner,), (width,)
 
     @override
@@ -185,7 +187,8 @@ class FP8ExpertFormat(ExpertFormat):
     def state_rules(
         cls, config: ModelConfig, experts: ExpertsConfig, target: str
     ) -> list[WeightRule]:
-        """Return the rules that quantize the parameters of an `UnquantizedExpertFormat`.
+        """Return the rules that read the parameters of an `UnquantizedExpertFormat`, and quantize
+        them.
 
         See `rules` for the arguments.
         """
@@ -212,8 +215,9 @@ class FP8ExpertFormat(ExpertFormat):
         scale = scale.reshape(scale.shape[0], -1, *scale.shape[3:])
         values, row_scale = self._quantize(x, backend)
         inner = gated(values, weight, row_scale, scale, routing, **options)
-        # If devices split the width, a row's scale needs the maximum over all devices. A group of
-        # numbers with one scale lies on a single device.
+        # If the devices split the width of each expert, one scale per row needs the maximum over
+        # all devices. A scale per group of numbers needs no other device, because a whole group is
+        # on one device.
         is_split = self.is_width_sharded and not self.is_grouped
         values, row_scale = self._quantize(inner, backend, all_max if is_split else None)
         scale = self.down_weight_scale[...]
@@ -222,8 +226,8 @@ class FP8ExpertFormat(ExpertFormat):
     def _quantize(
         self, rows: jax.Array, backend: Backend, reduce_max: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Quantize rows to FP8. Return the rows and their scales: [rows], or [rows, groups] if
-        `is_grouped`."""
+        """Quantize rows to FP8. Return the quantized rows and their scales. The scales are [T], or
+        [T, groups] if `is_grouped`."""
         options = {"grouped": self.is_grouped, "reduce_max": reduce_max, "backend": backend}
         values, scale = quantize_rows(rows, **options)
         return values, scale if self.is_grouped else scale[:, 0]
@@ -241,13 +245,13 @@ class FP8ChannelExpertFormat(FP8ExpertFormat):
         cls, config: ModelConfig, experts: ExpertsConfig, source: ExpertSource, target: str
     ) -> list[WeightRule]:
         if source.expert is None:
-            return []  # no published checkpoint has stacked experts with these scales
+            return []  # no published checkpoint of this format stacks experts
         count, width, inner = _sizes(config, experts)
         path, axes = f"{target}.{source.parameter}", (2, 0, 1)
         shape = 1, 1, inner
         if source.parameter == "down":
             shape, axes = (1, width), (1, 0)
-        # In the checkpoint, the scales are one number or have the shape [outputs, 1].
+        # In the checkpoint, a projection has a single scale, or scales of shape [outputs, 1].
         file_axes = None if cls.is_per_tensor else (axes, ())
         scale_layout = _layout(source, shape, file_axes, axis=1)
         scale_layout["is_scalar"] = cls.is_per_tensor
@@ -285,7 +289,7 @@ class FP8BlockExpertFormat(FP8ExpertFormat):
     ) -> list[WeightRule]:
         count, width, inner = _sizes(config, experts)
         if source.expert is None and inner % FP8_GROUP_SIZE:
-            return []  # a block of a stacked tensor could span gate and up
+            return []  # a scale block could span gate and up weights
         path, suffix = (
             f"{target}.{source.parameter}",
             "_scale_inv" if source.expert is None else ".weight_scale",
@@ -304,7 +308,7 @@ def _sizes(config: ModelConfig, experts: ExpertsConfig) -> tuple[int, int, int]:
 
 
 def _fp8_layout(source: ExpertSource, count: int, width: int, inner: int) -> dict[str, Any]:
-    """Return fields of the `WeightRule` that maps a weight in a checkpoint to an FP8 parameter.
+    """Return arguments of `WeightRule` for a weight that fills an FP8 parameter.
 
     The parameter is `gate_up` [E, 2, F, D] or `down` [E, D, F].
 
@@ -332,7 +336,7 @@ def _layout(
     *,
     axis: int,
 ) -> dict[str, Any]:
-    """Return fields of the `WeightRule` that maps a weight or its scales to a parameter.
+    """Return arguments of `WeightRule` for a weight or its scales.
 
     Args:
         source: Name of the weight in the checkpoint, and the parameter that the weight fills.

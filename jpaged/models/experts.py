@@ -41,8 +41,8 @@ def router_logits(
 ) -> Float32[Array, "T E"]:
     """Return the logits of all experts for each row, in float32.
 
-    If `batch_invariant` is set, a row's bits do not depend on the other rows. The batch-invariant
-    kernels need a multiple of `BATCH_INVARIANT_UNIT` experts, so the router is padded with zeros.
+    If `batch_invariant` is set, a row's bits do not depend on the other rows. The kernels of this
+    mode need a multiple of `BATCH_INVARIANT_UNIT` experts, so the router is padded with zeros.
     """
     if not batch_invariant:
         return einsum("td,ed->te", x, router, out=jnp.float32)
@@ -67,7 +67,8 @@ class ExpertNames(NamedTuple):
 
 
 class SparseFeedForward(nnx.Module):
-    """The sparse feed-forward of a layer: the weighted sum of the experts that each token chooses.
+    """The sparse feed-forward of a layer: for each token, the weighted sum of the experts that the
+    router chooses.
 
     `router` [E, D] is never quantized, and is replicated on all devices. `format` holds the weights
     of the experts.
@@ -94,7 +95,7 @@ class SparseFeedForward(nnx.Module):
             x: Input rows, which are not quantized.
             backend: Implementation of the kernels.
             peer_header: See `AttentionInputs`. If set, the update is a `PendingAllReduce`.
-            num_tokens: Number of rows that are not padding; None if no row is padding.
+            num_tokens: Number of rows before the padding rows; None if no row is padding.
         """
         x, experts = cast(jax.Array, x), self.experts
         first_expert = num_local = None
@@ -128,7 +129,8 @@ class SparseFeedForward(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Add the update to the residual stream, and apply the norm before the feed-forward."""
+        """Add the update to the residual stream, and apply the norm that precedes the
+        feed-forward."""
         return add_norm(norm, hidden, update, backend)
 
 

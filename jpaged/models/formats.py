@@ -31,7 +31,7 @@ from pallas_kernels import (
 
 @dataclass(frozen=True)
 class Projection:
-    """Shapes, bias and weight format of a linear map: weight [*inputs, *outputs], bias [*outputs].
+    """Description of a linear map, with the weight [*inputs, *outputs] and the bias [*outputs].
 
     Attributes:
         input_shape: Sizes of the input axes, over which the product sums.
@@ -62,7 +62,7 @@ class Projection:
         return tuple(size for _, size in self.parts)
 
     def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Return, for each checkpoint module, the range of the first output axis that it fills.
+        """Return which range of the first output axis each checkpoint module fills.
 
         Args:
             sources: Names of the modules: one name per part, in order, or a single name for all
@@ -128,10 +128,10 @@ class WeightFormat(nnx.Module):
 
     @abstractmethod
     def gated_silu(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
-        """Return silu(gate) * up, for a fused gate and up projection without bias."""
+        """Return silu(gate(x)) * up(x), for a fused gate and up projection without bias."""
 
     def matmul(self, x: LinearInput, backend: Backend) -> Float[Array, "T *outputs"]:
-        """Multiply rows by the weight."""
+        """Return the product of rows and the weight."""
         rows = sum_partials(self.matmul_partials(x, backend), x.dtype)
         return rows.reshape(-1, *self.projection.output_shape)
 
@@ -228,7 +228,8 @@ def weight_rule(
     axis: int = 0,
     scale_path: str | None = None,
 ) -> WeightRule:
-    """Return the rule that maps one checkpoint tensor to its range of a projection's weight.
+    """Return the rule that maps one checkpoint tensor to the range of a projection's weight that it
+    fills.
 
     Args:
         projection: The projection.
@@ -253,6 +254,6 @@ def weight_rule(
 def zero_param(dtype: DTypeLike, *shape: int) -> nnx.Param:
     """Return a parameter of zeros, which the loader fills.
 
-    Under `nnx.eval_shape`, no array is allocated.
+    Inside `nnx.eval_shape`, no array is allocated.
     """
     return nnx.Param(jnp.zeros(shape, dtype))

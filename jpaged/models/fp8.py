@@ -91,7 +91,7 @@ class _FP8Base(WeightFormat):
     def _gemm_operands(
         self, x: LinearInput, backend: Backend
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the operands of an FP8 GEMM; quantize the rows unless they are quantized already.
+        """Return the operands of an FP8 GEMM. Rows that are not quantized yet are quantized.
 
         Returns:
             The rows in FP8 [T, inputs], the weight [outputs, inputs], and the scales of the rows
@@ -139,7 +139,7 @@ class FP8Format(_FP8Base):
             source, start, size = source_range
             shape = size, *projection.trailing_shape
             rule = WeightRule(source + ".weight_scale", scale, shape, None, 0, start)
-            # The checkpoint stores the scales with shape [outputs, 1].
+            # In the checkpoint, the scales have the shape [outputs, 1].
             if cls.scale_granularity == "channel":
                 found.append(replace(rule, file_axes=(outputs, ())))
             elif cls.scale_granularity == "tensor":
@@ -160,7 +160,8 @@ class FP8Format(_FP8Base):
         )
 
     def _scaled_gemm_operands(self, x: LinearInput, backend: Backend) -> tuple[jax.Array, ...]:
-        """Return rows [T, inputs], weight [outputs, inputs], row scales [T] and output scales."""
+        """Return the operands of `scaled_gemm`: rows [T, inputs], weight [outputs, inputs], scales
+        of the rows [T], and scales of the outputs."""
         values, weight, scale = self._gemm_operands(x, backend)
         return values, weight, scale[:, 0], self.weight_scale[...].reshape(-1)
 
@@ -245,5 +246,6 @@ def _part_widths(projection: Projection) -> list[int]:
 
 
 def num_blocks(size: int) -> int:
-    """Return the number of blocks along an axis of `size`; the last block may be smaller."""
+    """Return the number of scale blocks along an axis of `size` numbers. The last block may be
+    smaller."""
     return -(-size // FP8_GROUP_SIZE)

@@ -22,7 +22,8 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
-# Fields of a multimodal config that take precedence over the same fields of its `text_config`.
+# If a multimodal config has one of these fields, its value replaces the field's value in
+# `text_config`.
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 _NORM_NAMES = {
     "attention_out_norm": "post_attention_layernorm",
@@ -101,8 +102,8 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
-    """Return the mapping from checkpoint tensors to parameters for Gemma 3: LLaMA's mapping, with
-    Gemma 3's norms. The tensors of the image encoder are ignored."""
+    """Return the weight rules of Gemma 3: LLaMA's rules, with Gemma 3's norms. The tensors of the
+    image encoder are ignored."""
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
     return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

@@ -100,7 +100,7 @@ class Linear(nnx.Module):
             buffer_index: Exchange buffer of the all-reduce (see `PendingAllReduce`).
 
         Returns:
-            With `peer_header` and without a bias, a `PendingAllReduce`, so that the next norm runs
+            If `peer_header` is given and there is no bias, a `PendingAllReduce`: the next norm runs
             the all-reduce. Otherwise split-K partials, already summed over the devices.
         """
         if peer_header is None:
@@ -115,7 +115,7 @@ class Linear(nnx.Module):
     def _add_bias(
         self, partials: Float[Array, "parts T width"], dtype: DTypeLike
     ) -> Float[Array, "..."]:
-        """Add the bias if there is one, and reshape the split-K partials to [parts, T, *outputs].
+        """Add the bias, if any, and reshape the split-K partials to [parts, T, *outputs].
 
         With a bias, the result has a single partial.
         """
@@ -132,7 +132,7 @@ class Linear(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """Add an update to the residual stream, and apply the norm before this projection.
+        """Add an update to the residual stream, and apply the norm that precedes this projection.
 
         If the weight format quantizes rows, one kernel runs the RMSNorm and the quantization.
 
@@ -150,7 +150,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...][None]
 
     def forward_gated(self, x: LinearInput, name: str, backend: Backend) -> Float[Array, "T F"]:
-        """Return activation(gate) * up in x's dtype, for a fused gate and up projection.
+        """Return activation(gate(x)) * up(x) in x's dtype, for a fused gate and up projection.
 
         Args:
             x: Input rows.
@@ -176,7 +176,7 @@ class Linear(nnx.Module):
 
 
 def make_linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
-    """Create the projection at `path` of the model; None if the model has no such projection."""
+    """Create the projection at `path`. Return None if the model has no projection at `path`."""
     projection = config.projection(path)
     return None if projection is None else Linear(projection, dtype=dtype)
 
@@ -252,15 +252,16 @@ class Embedding(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Return the table row of each id; an id out of range gives the nearest row.
 
-        A sharded table, or any table with `peer_header`, runs `sharding.barrier_all_reduce`.
+        If the table is sharded or `peer_header` is given, call `sharding.barrier_all_reduce`.
         """
         weight = self.weight[...]
         if not self.is_sharded:
             found = jnp.take(weight, ids, axis=0, mode="clip")
             if peer_header is None:
                 return found
-            # All-reduce zeros, as a barrier. The zeros depend on this step's rows, so that XLA
-            # cannot merge the all-reduces of all steps in a burst.
+            # All-reduce zeros: the result is unused, but the all-reduce is a barrier. The zeros
+            # depend on this step's rows, so that XLA cannot merge the all-reduces of all steps in a
+            # burst.
             return found + barrier_all_reduce(found[:1, :1] * 0, peer_header)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(MESH_AXIS) - 1) - shard_start(rows)
@@ -275,7 +276,7 @@ class Embedding(nnx.Module):
     ) -> Float32[Array, "R V"]:
         """Return the dot product of each row with each table row on this device, in float32.
 
-        XLA multiplies on every backend, unless the table is batch-invariant.
+        XLA computes the product on every backend, unless the table is batch-invariant.
         """
         if self.batch_invariant:
             return batch_invariant_transposed_gemm(hidden, self.weight[...], backend=backend)
@@ -288,11 +289,11 @@ class Embedding(nnx.Module):
         soft_cap: float | None,
         backend: Backend,
     ) -> TargetScores:
-        """Return, for each row of logits, the maximum, the sum of exponentials and the target's
-        logit.
+        """Return three numbers for each row of logits: the maximum, the sum of exponentials and the
+        target's logit.
 
-        The log-probability of a target follows from these three numbers. The logits are never all
-        in memory. If the table is sharded, the numbers cover this device's rows of the table.
+        The log-probability of the target follows from them. The logits are never all in memory. If
+        the table is sharded, the numbers cover this device's rows of the table.
 
         Args:
             hidden: Hidden states.

@@ -63,7 +63,7 @@ WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Position of one array within an unsharded parameter; see `TensorPlacement` for the fields."""
+    """Position of one array within an unsharded parameter. See `TensorPlacement` for the fields."""
 
     shape: tuple[int, ...]
     axis_order: tuple[int, ...]
@@ -84,8 +84,8 @@ class _Layout:
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         spec: How the devices split the parameter.
         boxes: For each device, the boxes of the unsharded parameter that it holds.
-        scale_shape, scale_spec, scale_boxes: The same for the parameter's scales; None without
-            scales.
+        scale_shape, scale_spec, scale_boxes: Shape, split and boxes of the parameter's scales; None
+            without scales.
     """
 
     pieces: tuple[_Piece, ...]
@@ -101,7 +101,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Write:
-    """New arrays that together fill one parameter."""
+    """Description of a write: which arrays of the caller fill one parameter, and where."""
 
     path: str
     scale_path: str | None
@@ -117,7 +117,8 @@ class ModelParameters:
         devices: Devices of the engine.
 
     Attributes:
-        shared_names: Names of the parameters that are arrays of the caller: none.
+        shared_names: Names of the parameters that the engine shares with the caller. It is empty,
+            because the engine owns all its arrays.
     """
 
     shared_names: tuple[str, ...] = ()
@@ -159,16 +160,18 @@ class ModelParameters:
             TensorInfo(name, Path(), _file_dtype(it), it.shape) for name, it in arrays.items()
         ]
         writes = self._plan_writes(tensors, arrays, is_state=is_state)
-        # If the computation of an array has failed, this raises its error before the first write.
+        # Wait, so that an array whose computation failed raises its error before any parameter is
+        # overwritten.
         jax.block_until_ready(arrays)
         if check_finite:
             check_all_finite(arrays)
         return partial(self._write, arrays, writes)
 
     def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Free the device memory of the parameters, except parameters that an update may keep.
+        """Free the device memory of the parameters, except those that an update may keep.
 
-        Return `leaves`, whose freed arrays the function from `prepare` replaces.
+        Return `leaves`, which then contains deleted arrays. The function that `prepare` returns
+        writes new arrays in their place.
         """
         for path, leaf in zip(self._paths, leaves, strict=True):
             if not path.endswith(_KEPT_SUFFIXES):
@@ -178,7 +181,7 @@ class ModelParameters:
     def _plan_writes(
         self, tensors: Sequence[TensorInfo], arrays: Mapping[str, Any], *, is_state: bool
     ) -> list[_Write]:
-        """Check names, shapes and dtypes, and return the writes of all parameters.
+        """Check names, shapes and dtypes, and return a `_Write` for each parameter.
 
         If the arrays have the same names, shapes and dtypes as in the last update, reuse the last
         plan, because planning takes longer than launching the writes.
@@ -202,7 +205,7 @@ class ModelParameters:
                     "pass FP8 weights and their scales, as in the checkpoint"
                 )
             config = replace(config, quantization=replace(quantization, format=FP8Format))
-            # Keep the static scales of the activations: `params` does not contain new ones.
+            # Do not replace the static scales of the activations, because `params` has no new ones.
             specs = {path: it for path, it in specs.items() if not path.endswith(".input_scale")}
         if is_state:
             rules, tensors = _state_rules(config, specs, tensors)
@@ -262,7 +265,8 @@ class ModelParameters:
         return _Write(path, scale_path, names, layout)
 
     def _split(self, path: str) -> tuple[PartitionSpec | None, tuple[tuple[ShardSlice, ...], ...]]:
-        """Return how the devices split a parameter, and each device's boxes (rectangular parts)."""
+        """Return how the devices split a parameter, and which boxes (rectangular parts) each
+        holds."""
         mesh, sharding = self._plan.mesh, self._specs[path].sharding
         if mesh is None or sharding is None:
             return None, ()
@@ -292,7 +296,8 @@ class ModelParameters:
 def _flatten(params: Any) -> tuple[dict[str, Any], bool]:
     """Return the leaves of `params` by name, and whether the names are parameter paths.
 
-    A flat dict has names of a checkpoint's tensors. Any other tree is the state of a model.
+    The keys of a flat dict are names of a checkpoint's tensors. Any other tree is the state of a
+    model, whose names are parameter paths.
     """
     if isinstance(params, nnx.Module):
         params = nnx.state(params)
@@ -355,9 +360,9 @@ def _state_rules(
 ) -> tuple[WeightRules, list[TensorInfo]]:
     """Return the rules that map the state of a model to the parameters of the engine.
 
-    An array in the state has the same name as the engine's parameter. If the state has no scales
-    for a projection that the engine quantizes, the weight in the state must be [*inputs, *outputs].
-    In that case, weights of experts must have the layout of an `UnquantizedExpertFormat`.
+    The state and the engine use the same names for parameters. If the engine quantizes a projection
+    and the state has no scales for it, the weight is quantized. In the state, the weight must have
+    the shape [*inputs, *outputs], or for experts, the shape in `UnquantizedExpertFormat`.
 
     Args:
         config: Config of the model.
@@ -365,8 +370,8 @@ def _state_rules(
         tensors: Arrays in the state.
 
     Returns:
-        The rules, and `tensors` in which each weight that will be quantized has the shape [inputs,
-        outputs].
+        The rules, and `tensors`, but with the shape [inputs, outputs] for each weight that will be
+        quantized.
     """
     quantized, rules, shapes = set[str](), list[WeightRule](), dict[str, tuple[tuple, tuple]]()
     for path in specs:
@@ -394,7 +399,8 @@ def _state_rules(
 
 
 class _FileTensors(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name, which are read when they are needed."""
+    """Mapping from tensor names of a checkpoint to tensors. A tensor is read from its file at each
+    access."""
 
     def __init__(self, tensors: Sequence[TensorInfo]):
         self._tensors = {it.name: it for it in tensors}
@@ -444,7 +450,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
 
 
 def _are_equal(one: Any, other: Any, dtype: DTypeLike) -> bool:
-    """Return whether two arrays have equal values in `dtype`."""
+    """Return whether two arrays have equal values after casting to `dtype`."""
     if one is other:
         return True
     return one.shape == other.shape and bool(_equals(one, other, dtype=np.dtype(dtype)))
@@ -456,14 +462,15 @@ def _equals(one: Any, other: Any, dtype: np.dtype) -> jax.Array:
 
 
 def _allocated(leaf: jax.Array) -> jax.Array:
-    """Return the parameter, or zeros if it was released."""
+    """Return the array `leaf`, or an array of zeros if `release` has deleted it."""
     return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) if leaf.is_deleted() else leaf
 
 
 def on_mesh(array: Any, mesh: Mesh | None) -> Any:
     """Return the array with a copy on each tensor-parallel device.
 
-    A JAX array does not pass through the host. An array of a file is in host memory.
+    A JAX array is copied between devices, without the host. A numpy array, which was read from a
+    file, is copied from host memory.
     """
     if mesh is None:
         return array
@@ -474,7 +481,8 @@ def on_mesh(array: Any, mesh: Mesh | None) -> Any:
 
 
 def _identity(array: jax.Array) -> jax.Array:
-    """Return the array. JAX compiles a module's function once for each sharding."""
+    """Return the array. `jax.jit` caches the program of a module-level function, but would compile
+    a new lambda at each call."""
     return array
 
 
@@ -519,7 +527,7 @@ def _write_pieces(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Write arrays into an unsharded parameter, and return the updated parameter and its scales.
 
-    If `scale` is not None, quantize the arrays to FP8, and write the scale of each output into
+    If `scale` is given, quantize the arrays to FP8, and write the scale of each output into
     `scale`.
     """
     for piece, tensor in zip(layout.pieces, tensors, strict=True):
@@ -536,7 +544,7 @@ def _write_pieces(
 
 
 def _fp8_scale(slab: jax.Array, piece: _Piece) -> jax.Array:
-    """Return the FP8 scale of each output, with the bits that the loader computes."""
+    """Return the FP8 scale of each output, bit for bit as the loader computes it."""
     found = max_abs(slab, piece.axis_order, piece.num_output_axes)
     # The barrier hides that the divisor is constant. XLA would multiply by the reciprocal of a
     # constant, and the result would be rounded differently.
@@ -549,7 +557,8 @@ def _write_boxes(
 ) -> jax.Array:
     """Copy this device's boxes (rectangular parts) of an unsharded array into its shard."""
     index = jax.lax.axis_index(MESH_AXIS)
-    # Handle the boxes with the same index on all devices together.
+    # All devices run the same program. Each iteration copies the i-th box of every device, and the
+    # device's mesh index selects the start of its box.
     for device_boxes in zip(*boxes, strict=True):
         starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
         first = device_boxes[0]

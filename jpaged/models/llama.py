@@ -48,7 +48,7 @@ def describe_llama(fields: ConfigFields) -> ModelConfig:
 
 
 def describe_mistral(fields: ConfigFields) -> ModelConfig:
-    """Read the config of a Mistral model: all layers have a sliding window, or no layer has one."""
+    """Read the config of a Mistral model. Either all layers or no layers have a sliding window."""
     fields.get("num_key_value_heads", REQUIRED)
     common, window = (
         read_rotary_config(fields, "mistral"),

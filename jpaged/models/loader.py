@@ -108,8 +108,8 @@ class TensorPlacement:
 
     @property
     def start(self) -> np.ndarray:
-        """Index in the parameter at which the tensor's first element is written: int32, one entry
-        per axis."""
+        """Index in the parameter of the tensor's first element: int32, one entry for each axis of
+        the parameter."""
         start = np.zeros(len(self.shape), np.int32)
         for axis, offset in self.rule.offsets.items():
             start[axis] = offset
@@ -117,17 +117,17 @@ class TensorPlacement:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether the whole tensor is read at once.
+        """Whether the loader reads the whole tensor in one slab.
 
-        This is true for scalars. It is also true for tensors that are quantized to FP8 while
-        loading and stored as [in, out], as in GPT-2, because an output's scale needs all inputs.
+        This is true for scalars. It is also true for a tensor that is stored as [in, out], as in
+        GPT-2, and quantized to FP8 while it is loaded: an output's scale needs all inputs.
         """
         return self.rule.is_scalar or self.axis_order[0] >= self.num_output_axes > 0
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model whose checkpoint has been checked and whose parameters are not loaded yet.
+    """Plan to load a model. The checkpoint has been checked, and the parameters are not loaded yet.
 
     Attributes:
         config: Config of the model. If the checkpoint has a separate output head,
@@ -197,7 +197,7 @@ class ModelPlan:
 
 @dataclass
 class DeviceShard:
-    """The parameters of one device while the model is loaded.
+    """The parameters of one device, while a checkpoint is loaded into them.
 
     Attributes:
         device: The JAX device; None for JAX's default device.
@@ -261,8 +261,9 @@ class DeviceShard:
     ) -> Iterator[tuple[ShardSlice, list[slice]]]:
         """Yield the parts of a slab (rows of a checkpoint tensor) that belong to this device.
 
-        A part is a pair: a box of the unsharded parameter that the device holds, and the range of
-        the slab that falls into the box, on each axis of the parameter.
+        The device holds boxes (rectangular parts) of the unsharded parameter. For each box that the
+        slab overlaps, yield the box, and which range of the slab lies in the box, on each axis of
+        the parameter.
         """
         end = start.copy()
         end[list(axis_order)] += slab.shape
@@ -276,7 +277,8 @@ class DeviceShard:
                 )
 
     def fill_missing(self) -> None:
-        """Set parameters that the checkpoint does not contain, such as KV-cache scales, to ones."""
+        """Set each parameter that the checkpoint does not contain, such as a KV-cache scale, to
+        ones."""
         for path in self.specs.keys() - self.arrays.keys():
             spec = self.specs[path]
             self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
@@ -299,7 +301,7 @@ class DeviceShard:
 def _assemble_array(
     spec: jax.ShapeDtypeStruct, shards: Sequence[DeviceShard], path: str
 ) -> jax.Array:
-    """Return the global array of a parameter, made of the devices' shards."""
+    """Return the global array of a parameter. It consists of the devices' shards."""
     arrays = [shard.arrays[path] for shard in shards]
     if spec.sharding is None:
         return arrays[0]
@@ -379,8 +381,8 @@ def _check_num_layers(
     num_layers = 0
     for tensor in tensors:
         if number := _LAYER_NUMBER.search(tensor.name):
-            # Find the tensor's rule by the name for layer 0: the weight rules do not cover layers
-            # that the config does not have.
+            # Look up the name of the same tensor in layer 0, because the weight rules have no entry
+            # for layers beyond the number of layers in the config.
             rule = rules.find(_LAYER_NUMBER.sub("0", tensor.name, count=1))
             if rule is not None and rule.target and rule.target.startswith("layers.0."):
                 num_layers = max(num_layers, int(number[0]) + 1)
@@ -396,9 +398,11 @@ def _resolve_tied_head(
 ) -> tuple[ModelConfig, WeightRules]:
     """Return the config and the weight rules that match the checkpoint's output head.
 
-    The config changes only if it ties the head to the embedding. As in transformers, the head stays
-    tied if the checkpoint's head and embedding are equal after casting to `dtype`. If the head is
-    tied and the checkpoint has a head but no embedding, the head is loaded as the embedding.
+    If the config does not tie the head to the embedding, return `config` and `rules`. If it does,
+    and the checkpoint has both tensors, compare them after casting to `dtype`, as transformers
+    does. The head stays tied if they are equal. Otherwise, log a warning, and return a config that
+    does not tie the head. If the checkpoint has a head but no embedding, the rules load the head as
+    the embedding.
     """
     if not config.tie_word_embeddings:
         return config, rules
@@ -500,7 +504,7 @@ def plan_weights(
         tensors: All tensors of the checkpoint.
         rules: Weight rules of the model.
         specs: Shape and dtype of each unsharded parameter, by path.
-        subject: First words of the error message, which name the source of the tensors.
+        subject: Start of the error message: a phrase that names the source of the tensors.
 
     Returns:
         The placements, in the order of `tensors`.
@@ -550,7 +554,8 @@ def _check_coverage(
     specs: ParameterSpecs,
     problems: Problems,
 ) -> None:
-    """Add an entry to `problems` for each parameter with missing or doubly filled elements."""
+    """Add a text to `problems` for each parameter in which elements are missing or are filled
+    twice."""
     for path, path_rules in rules_by_path.items():
         param_shape = specs[path].shape
         found = [rule for rule in path_rules if rule in names]
@@ -575,7 +580,7 @@ def _check_coverage(
 
 
 def _join_sources(sources: Sequence[str]) -> str:
-    """Return the names of tensors in one text; list at most `_MAX_LISTED_SOURCES` names."""
+    """Return a text that lists at most `_MAX_LISTED_SOURCES` names of tensors."""
     more = len(sources) - _MAX_LISTED_SOURCES
     if more <= 0:
         return " and ".join(sources)
@@ -587,9 +592,9 @@ def _check_kv_scales(
     names: Mapping[WeightRule, Sequence[str]],
     problems: Problems,
 ) -> None:
-    """Add an entry to `problems` for each layer that has only one of its two KV-cache scales.
+    """Add a text to `problems` for each layer that has only one of its two KV-cache scales.
 
-    Also add an entry for each scale that two tensors fill.
+    Also add a text for each scale that two tensors fill.
     """
     sources_by_path = {
         path: [names[rule][0] for rule in it if rule in names] for path, it in rules_by_path.items()
@@ -608,9 +613,9 @@ def _check_kv_scales(
 def _place_tensor(
     tensor: TensorInfo, rule: WeightRule, path: str, specs: ParameterSpecs, problems: Problems
 ) -> TensorPlacement:
-    """Return where the tensor belongs in its parameter.
+    """Return the position of a tensor within its parameter.
 
-    Add an entry to `problems` if the tensor's dtype or shape is wrong.
+    If the tensor's dtype or shape is wrong, add a text to `problems`.
     """
     param_shape, num_output_axes = (
         specs[path].shape,
@@ -635,7 +640,7 @@ def _place_tensor(
 
 
 def _load_tensors(placements: Iterable[TensorPlacement], shards: Sequence[DeviceShard]) -> None:
-    """Fill the devices' parameters in the order of `placements`, which is the order of the files.
+    """Load the tensors of `placements` into the devices' parameters, in the order of the files.
 
     A slab is a group of rows of one tensor. Each slab is read once, and each device stores its own
     part of the slab.
@@ -668,7 +673,7 @@ def _slab_scales(
 ) -> np.ndarray:
     """Return the FP8 scale for each output in a slab (rows of a checkpoint tensor).
 
-    If the devices split the inputs, the scale covers the inputs of all devices.
+    A scale is computed from all inputs of its output, even if the devices split the inputs.
     """
     axis_order, count = placement.axis_order, placement.num_output_axes
     largest = np.zeros([slab.shape[axis_order.index(axis)] for axis in range(count)], np.float32)
@@ -701,8 +706,8 @@ def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Arr
 
 
 def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
-    """Read rows of a tensor from its file. Return them with the axes of the parameter, in the order
-    in which the file stores these axes."""
+    """Read rows of a tensor from its file, and split its axes into the axes of the parameter. The
+    axes are in the order of the file."""
     read = read_rows(placement.tensor, rows)
     if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)
@@ -727,16 +732,16 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
     """Split a tensor into slabs (groups of rows) of at most SLAB_BYTES, but at least one row.
 
     Yields:
-        Start, the index in the parameter of the slab's first element (int32, one entry per axis),
-        and the slice of the file's rows.
+        For each slab, a pair. First, the index of the slab's first element in the parameter: int32,
+        one entry per axis. Second, the slice of the tensor's rows in the file.
     """
     tensor, slowest, size = placement.tensor, placement.axis_order[0], math.prod(placement.shape)
     if placement.is_read_whole:
         yield placement.start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    # Each group of rows ends at a row boundary of the file that is also a row boundary of the
-    # parameter.
+    # A row of the file and a row of the parameter may differ in size. Therefore, every slab holds a
+    # multiple of both sizes.
     common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))
@@ -775,12 +780,12 @@ def _dummy_array(
 ) -> jax.Array:
     """Return random weights, made on the device. Norm weights and KV-cache scales are ones.
 
-    A value depends only on the seed, the parameter's path and the index in the unsharded parameter.
-    Therefore, the number of devices does not change the model.
+    A value depends only on the seed, the parameter's path and the value's index in the unsharded
+    parameter. Therefore, the values are the same for any number of devices.
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    # Norm weights and KV-cache scales are the parameters that have one axis and are not biases.
+    # A parameter with one axis that is not a bias is a norm weight or a KV-cache scale.
     if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
@@ -813,8 +818,8 @@ def _random_values(
 
     Each number is the sum of the four bytes of a hash of the number's index. `first` is the index
     of the first number, and `strides` are the index strides of the axes. The computation is
-    elementwise, so XLA compiles one kernel without workspace. `jax.random.normal` needs a workspace
-    for which a device full of weights has no room.
+    elementwise, so XLA compiles one kernel without workspace. `jax.random.normal` would need a
+    workspace, which does not fit on a device that is full of weights.
     """
     index = jnp.broadcast_to(first, shape)
     for axis, stride in enumerate(strides):

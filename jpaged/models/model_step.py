@@ -374,24 +374,22 @@ def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, 
 def _rope_attend(
     qkv,
     angles,
-    norm_weights,
+    norms,
     kv,
     attention,
     *,
     heads,
-    eps,
     batch_invariant,
     scale,
     soft_cap,
     sliding_window,
 ):
     """Normalize and rotate queries and keys of one layer, and do the work of `_attend`."""
-    norms = None if norm_weights is None else HeadNorms(norm_weights[0], norm_weights[1], eps)
     mode = {"batch_invariant": batch_invariant}
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window, **mode}
     if (kv.k.shape[2], kv.head_size) == heads:
         return attend_projected(
-            qkv.values, kv, attention, angles, norms=norms, dtype=qkv.dtype, **options
+            qkv.values, kv, attention, angles, norms, None, dtype=qkv.dtype, **options
         )
     # The pool's heads are larger than this layer's heads, so the queries and keys are padded.
     # The fused kernels cannot rotate padded heads.
@@ -406,10 +404,10 @@ def _rope_attend(
     return _attend(q, k, v, kv, attention, heads=heads, **options)
 
 
-def _rope_attend_heads(q, k, v, angles, norm_weights, kv, attention, **options):
+def _rope_attend_heads(q, k, v, angles, norms, kv, attention, **options):
     """Run `_rope_attend` on the query, key and value heads of one device."""
     qkv = Partials(jnp.concatenate([q, k, v], axis=1)[None], q.dtype)
-    return _rope_attend(qkv, angles, norm_weights, kv, attention, **options)
+    return _rope_attend(qkv, angles, norms, kv, attention, **options)
 
 
 class ModelStep(ModelOps):
@@ -673,7 +671,7 @@ class ModelStep(ModelOps):
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
         if (islands := self._islands) is None:
             return _attend(q, k, v, *layer, **mode, **options)
-        split, mode["heads"] = _attention_split(islands, 3), _shard_heads(islands, mode["heads"])
+        split, mode["heads"] = _attention_split(islands, 0), _shard_heads(islands, mode["heads"])
         return islands.run(partial(_attend, **mode, **options), split, q, k, v, *layer)
 
     def _rope_attend(
@@ -685,31 +683,28 @@ class ModelStep(ModelOps):
         options: dict[str, Any],
     ) -> tuple[Array, LayerKV]:
         """Do the work of `rope_attend`. The arguments have been checked."""
-        weights, eps = (None, None) if norms is None else (norms[:2], norms.eps)
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        options = {**options, "eps": eps}
         if (islands := self._islands) is None:
-            return _rope_attend(qkv, angles, weights, *layer, **mode, **options)
+            return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
         # A device needs queries, keys and values, so split each of them over the devices. Sum the
         # partials first, so that the devices exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
-        split, mode["heads"] = _attention_split(islands, 3, 2), _shard_heads(islands, mode["heads"])
+        split, mode["heads"] = _attention_split(islands, 2), _shard_heads(islands, mode["heads"])
         function = partial(_rope_attend_heads, **mode, **options)
-        return islands.run(function, split, *qkv_heads, angles, weights, *layer)
+        return islands.run(function, split, *qkv_heads, angles, norms, *layer)
 
 
-def _attention_split(islands: Islands, num_heads_arrays: int, num_complete: int = 0) -> Split:
-    """Return how devices split attention, whose last arguments are the pool and the inputs.
+def _attention_split(islands: Islands, num_complete: int) -> Split:
+    """Return how devices split attention.
 
-    Args:
-        islands: Islands of the step.
-        num_heads_arrays: Number of the first arguments, which are arrays [T, heads, H].
-        num_complete: Number of the next arguments, which every device needs as a whole.
+    Its arguments are queries, keys and values [T, heads, H], then `num_complete` arguments that
+    every device needs as a whole, the layer's pool, and the inputs of the step.
     """
     of_heads, of_pool = islands.split_along(1), islands.split_along(2)
-    inputs = [of_heads] * num_heads_arrays + [REPLICATED] * num_complete + [of_pool, REPLICATED]
-    return Split(tuple(inputs), (of_heads, of_pool))
+    complete = (REPLICATED,) * num_complete
+    inputs = of_heads, of_heads, of_heads, *complete, of_pool, REPLICATED
+    return Split(inputs, (of_heads, of_pool))
 
 
 def _shard_heads(islands: Islands, heads: LayerHeads) -> LayerHeads:

@@ -23,15 +23,15 @@ _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def describe_mixtral(fields: ConfigFields) -> ModelConfig:
-    """Read the config of a Mixtral model: all layers have a sliding window, or no layer has one."""
+    """Read the config of a Mixtral model. Either all layers or no layers have a sliding window."""
     fields.get("num_key_value_heads", REQUIRED)
     common = read_rotary_config(fields, "mixtral")
     common["norm_eps"] = fields.number("rms_norm_eps", 1e-5)
     window = fields.optional_integer("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
-    # Mixtral computes a softmax over the logits of the chosen experts only. That equals a softmax
-    # over all experts whose values for the chosen experts are divided by their sum.
+    # Mixtral computes a softmax over the logits of the chosen experts only. The result equals a
+    # softmax over all experts in which the values of the chosen experts are divided by their sum.
     experts = read_experts(
         fields,
         common,
@@ -69,12 +69,12 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
-    """Return the mapping from checkpoint tensors to parameters for Mixtral: Mistral's mapping, with
-    experts instead of dense feed-forwards."""
+    """Return the weight rules of Mixtral: Mistral's rules, with experts instead of dense
+    feed-forwards."""
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
-    """Return the mapping from checkpoint tensors to parameters for Qwen3-MoE and OLMoE: LLaMA's
-    mapping, with experts and with norms of queries and keys."""
+    """Return the weight rules of Qwen3-MoE and OLMoE: LLaMA's rules, with experts, and with norms
+    of queries and keys."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

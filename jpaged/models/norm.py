@@ -51,7 +51,7 @@ def add_norm_rows(
     """
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
-        # Without an update, add zeros, so that the fused kernel can run. XLA's order of summation
+        # Add zeros if no update is given, so that the fused kernel runs. XLA's order of summation
         # may depend on the number of rows.
         update = jnp.zeros_like(hidden)[None]
     if update is not None and (is_kernel or not batch_invariant):
@@ -139,7 +139,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
-    """Create a norm of the model's type over rows of `size` numbers."""
+    """Create a norm for rows of `size` numbers, of the type that the model's config names."""
     options = {"batch_invariant": config.batch_invariant}
     if config.norm_type in ("layer", "bare_layer"):
         affine = config.norm_type == "layer"

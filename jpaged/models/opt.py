@@ -15,7 +15,7 @@ from jpaged.models.config import (
 from jpaged.models.decoder import head_rule, layer_rules, norm_rules
 from jpaged.models.linear import linear_rules
 
-# Row of position 0 in the table of learned positions; the rows before it stand for padding.
+# Row of position 0 in the table of learned positions. OPT uses the earlier rows for padding.
 POSITION_OFFSET = 2
 
 _TENSOR_NAMES = {

@@ -38,7 +38,8 @@ _IGNORED_FIELDS: dict[str, set[str]] = {
 
 class _QuantizationLayout(NamedTuple):
     format: type[WeightFormat]
-    # The function is called with all names that the config may use for one module.
+    # Function that takes all names that the config may use for a module. It returns whether the
+    # module stays unquantized.
     is_ignored: Callable[[Sequence[str]], bool]
     has_kv_scales: bool
 
@@ -92,8 +93,8 @@ def _unquantized_paths(
     """Return the paths of the projections that are not quantized.
 
     Raises:
-        ValueError: Some parts of a fused projection, or some projections of an expert, are
-            quantized and others are not.
+        ValueError: Only some parts of a fused projection, or only some projections of an expert,
+            are quantized.
     """
     parts: dict[str, dict[str, bool]] = {}
     for name, path in paths_by_name.items():
@@ -150,7 +151,8 @@ def _read_compressed_tensors(fields: ConfigFields) -> _QuantizationLayout:
 
 
 class _ScaleScheme(NamedTuple):
-    """The granularity of FP8 scales, and whether every step computes new scales.
+    """How FP8 scales are chosen: which numbers share a scale, and whether every step computes new
+    scales.
 
     Attributes:
         strategy: Set of numbers that share one scale: a whole "tensor", a "channel" (one output of
@@ -197,7 +199,8 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
     for key, choices in wanted.items():
         if (value := scheme_fields.get(key, choices[0])) not in choices:
             raise field_error(scheme_fields.prefix + key, value, " or ".join(map(str, choices)))
-    # Ignore how the checkpoint's author calibrated the scales: the weights contain the result.
+    # The observer fields say how the scales were computed. The checkpoint contains the scales, so
+    # ignore these fields.
     scheme_fields.ignore({"observer", "observer_kwargs"})
     scheme_fields.refuse_unread()
     return _ScaleScheme(str(strategy), is_dynamic is True)
@@ -206,8 +209,8 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
 def _matches_pattern(module: str, patterns: Sequence[str]) -> bool:
     """Return whether a module matches any pattern, in the syntax of compressed-tensors.
 
-    A pattern is a module's name, "re:" and a regular expression, or the class name "Linear", which
-    matches every module.
+    A pattern is a module's name, a regular expression after "re:", or the class name "Linear",
+    which matches every module.
     """
     for pattern in patterns:
         if pattern.startswith("re:"):

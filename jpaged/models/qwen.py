@@ -51,7 +51,8 @@ def describe_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     common = read_rotary_config(fields, "qwen3_moe")
     has_window = fields.flag("use_sliding_window", False)
     window = fields.optional_integer("sliding_window", 4096) if has_window else None
-    # Unlike in dense models, max_window_layers has no effect: all layers have the same window.
+    # In dense models, max_window_layers says which layers have a sliding window. Here it has no
+    # effect: all layers have the same window.
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
     layers = make_rotary_layers(
@@ -71,7 +72,7 @@ def describe_qwen3_moe(fields: ConfigFields) -> ModelConfig:
 def _read_layer_experts(
     fields: ConfigFields, common: Mapping[str, Any]
 ) -> list[ExpertsConfig | None]:
-    """Return the experts of each layer; None for a dense layer."""
+    """Return the settings of each layer's experts; None for a dense layer."""
     normalize = fields.flag("norm_topk_prob", False)
     experts = read_experts(fields, common, width_field="moe_intermediate_size", normalize=normalize)
     num_layers, step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
@@ -102,6 +103,5 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
-    """Return the mapping from checkpoint tensors to parameters for Qwen3: LLaMA's mapping, with
-    norms of query and key heads."""
+    """Return the weight rules of Qwen3: LLaMA's rules, with norms of query and key heads."""
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

@@ -46,7 +46,7 @@ SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
 def read_model_config(config: Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
-    """Read the model's config from the content of a `config.json` of transformers 4 or 5.
+    """Return the `ModelConfig` for the content of a `config.json` of transformers 4 or 5.
 
     Missing fields take the defaults of transformers. Sizes are required.
 
@@ -69,12 +69,12 @@ def read_model_config(config: Mapping[str, Any], quantization: str | None = None
     model = replace(model, quantization=found)
     for index, layer in enumerate(model.layers):
         if layer.experts is not None:
-            expert_format(model, index)  # raises an error if experts do not support the format
+            expert_format(model, index)  # raise an error if experts do not support the format
     return model
 
 
 def _module_paths(model: ModelConfig) -> dict[str, str]:
-    """Return the path of each projection, by the projection's module names in checkpoints.
+    """Map each module name of the model's checkpoints to the path of the projection that it fills.
 
     All experts of a layer share one path, so only the first expert is listed. If another expert has
     another format, the loader refuses the checkpoint because of a wrong dtype.
@@ -103,7 +103,7 @@ def weight_rules(config: ModelConfig) -> WeightRules:
         WeightRule(f"layers.{i}.self_attn.{source}", f"layers.{i}.attention.{name}", is_scalar=True)
         for i in range(config.num_layers)
         for name in ("k_scale", "v_scale")
-        # The tensor `kv_scale` holds the scale of keys and of values.
+        # The tensor `kv_scale` holds one scale for both keys and values.
         for source in (name, "kv_scale")
     ]
     return replace(rules, rules=[*rules.rules, *scales])

@@ -57,14 +57,13 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
 )
 @dataclass(frozen=True)
 class PendingAllReduce:
-    """Rows whose all-reduce has not run yet. The kernel of the next norm runs it.
+    """Rows that still need an all-reduce. The kernel of the next norm runs the all-reduce.
 
     Attributes:
         partials: This device's rows, as split-K partials.
         peer_header: Addresses of all devices' peer memory (`pallas_kernels.make_exchange_header`).
-        buffer_index: Index of the exchange buffer, 0 or 1. Successive all-reduces of a program that
-            use `peer_header` must alternate between the two buffers, and the number of such
-            all-reduces must be even.
+        buffer_index: Index of the exchange buffer, 0 or 1. Successive all-reduces through peer
+            memory must alternate between the two buffers. Their number in a program must be even.
     """
 
     partials: Float[Array, "parts T D"]
@@ -90,7 +89,8 @@ def barrier_all_reduce(
     """Sum `x` over the devices with XLA's all-reduce, which is also a barrier.
 
     Every program begins with this all-reduce. Therefore no kernel polls peer memory before every
-    device has loaded the program. If any device has lost a peer, the result is NaN on all devices.
+    device has loaded the program. If a device can no longer reach another device, the result is NaN
+    on all devices.
     """
     if peer_header is not None:
         x += nan_if_peer_lost(peer_header).astype(x.dtype)
@@ -100,7 +100,7 @@ def barrier_all_reduce(
 def sum_in_device_order(x: jax.Array, axis_name: str = MESH_AXIS) -> jax.Array:
     """Sum the devices' arrays in float32 in the order of the devices, and round once.
 
-    The order of an all-reduce may depend on the size of the array.
+    This function does not use an all-reduce, whose order may depend on the size of the array.
     """
     parts = lax.all_gather(x, axis_name).astype(jnp.float32)
     return reduce(jnp.add, list(parts)).astype(x.dtype)
@@ -118,23 +118,24 @@ def all_mean(x: jax.Array) -> jax.Array:
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
     """Concatenate the devices' arrays along an axis, on every device."""
-    # Gather along a new first axis. Along another axis, XLA would transpose each array before the
-    # all-gather, and transpose the result again.
+    # Gather along a new first axis. To gather along another axis, XLA would transpose each array
+    # before the all-gather, and transpose the result again.
     gathered = jnp.moveaxis(lax.all_gather(x, MESH_AXIS), 0, axis)
     return gathered.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def split_rows(x: jax.Array) -> jax.Array:
-    """Convert this device's shard of columns [T, C] to a shard of rows [T / devices, C * devices].
+    """Convert a shard of columns [T, C] on this device to a shard of rows [T / n, C * n].
 
-    The devices exchange their parts with an all-to-all. T must be a multiple of the number of
-    devices. The first device gets the first rows.
+    The n devices exchange their parts with an all-to-all. T must be a multiple of n. The first
+    device gets the first rows.
     """
     return lax.all_to_all(x, MESH_AXIS, split_axis=0, concat_axis=1, tiled=True)
 
 
 def shard_start(size: int) -> Int32[Array, ""]:
-    """Return where this device's shard begins along an axis, if every shard has `size` entries."""
+    """Return the start index of this device's shard along an axis, if every shard has `size`
+    entries."""
     return lax.axis_index(MESH_AXIS) * size
 
 
@@ -161,7 +162,8 @@ def axis_sharding(mesh: Mesh, axis: int | None) -> NamedSharding:
 def global_shape_struct(
     mesh: Mesh | None, shard_spec: jax.ShapeDtypeStruct, axis: int | None
 ) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and sharding of the global array whose shards are like `shard_spec`.
+    """Return shape, dtype and sharding of the global array whose shards have the shape and dtype of
+    `shard_spec`.
 
     Args:
         mesh: Mesh of the devices; None returns `shard_spec` itself.
@@ -183,7 +185,7 @@ def per_device_shape(array: Any) -> tuple[int, ...]:
 
 
 def per_device_bytes(tree: Any) -> int:
-    """Return how many bytes a tree of arrays takes on each device."""
+    """Return the number of bytes that a tree of arrays takes on each device."""
     return sum(math.prod(per_device_shape(it)) * it.dtype.itemsize for it in jax.tree.leaves(tree))
 
 
@@ -214,8 +216,7 @@ def wrap_in_shard_map(
     def call(arguments: tuple, keywords: dict) -> Any:
         return function(*arguments, **keywords)
 
-    # Set check_vma to False, because JAX cannot infer that a kernel's result is equal on all
-    # devices.
+    # Disable `check_vma`: JAX cannot infer that a kernel's result is equal on all devices.
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     mapped = jax.shard_map(call, mesh=mesh, **options)
 
@@ -228,11 +229,11 @@ def wrap_in_shard_map(
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A box (rectangular part) of an unsharded array that is in one device's shard.
+    """A box (rectangular part) of an unsharded array that one device's shard contains.
 
     Attributes:
         unsharded_start: Index of the box's first element in the unsharded array.
-        local_start: Index of the box's first element in the device's shard.
+        local_start: Index of the box's first element in the shard of the device.
         shape: Shape of the box.
     """
 
@@ -269,7 +270,8 @@ def shard_slices(
     slices, unsharded_offset, local_offset = [], 0, 0
     for size, shard_size in parts or [(unsharded_shape[axis], shard_shape[axis])]:
         shape = (*unsharded_shape[:axis], shard_size, *unsharded_shape[axis + 1 :])
-        # Round down to a multiple of shard_size, because several devices may hold the same KV head.
+        # If the devices outnumber the KV heads, several devices hold the same head. Round down to a
+        # multiple of `shard_size`, so that these devices get the same start.
         start = unsharded_offset + device_index * size // count // shard_size * shard_size
         slices.append(ShardSlice(at(start), at(local_offset), shape))
         unsharded_offset, local_offset = unsharded_offset + size, local_offset + shard_size

@@ -50,7 +50,7 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of tokens whose logits each device has: the whole vocabulary."""
+        """Number of tokens whose logits each device has. It is the size of the vocabulary."""
         return self.vocab_size
 
     @property

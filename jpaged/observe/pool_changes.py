@@ -74,8 +74,8 @@ class PoolChanges:
 
     Attributes:
         blocks: Changed blocks. The first call returns all blocks that are not free.
-        tables: Sequences that hold blocks on the device or in host memory, and that are new or have
-            a change other than in their number of computed tokens.
+        tables: New and changed sequences that hold blocks on the device or in host memory. A
+            sequence is not listed if only its number of computed tokens has changed.
         grown: Number of computed tokens by sequence id, for sequences in which nothing else has
             changed.
         gone: Ids of sequences that have stopped holding blocks.
@@ -105,7 +105,8 @@ class _SequenceSnapshot:
     """State of a sequence at the previous call of `look`."""
 
     sequence: Sequence
-    table: list[int]  # the block table itself, not a copy; another list object means a change
+    # The list itself, not a copy: the block manager creates a new list when it removes blocks.
+    table: list[int]
     num_blocks: int = 0
     last_block: int = 0
     num_registered: int = 0
@@ -142,8 +143,8 @@ class PoolWatch:
         num_blocks = len(self._pool.blocks)
         # Reference count and content hash of each block, as the previous call of `look` found them.
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks
-        # The pool's counters at the previous call of `look`. They start at 0, so that the first
-        # call checks every block that was ever freed.
+        # Counters of the pool at the previous call of `look`. Initially 0, so that the first call
+        # checks every block that was ever freed.
         self._num_freed = self._num_clears = 0
         self._pin_counts = 0, 0
         self._pinned: list[int] = []

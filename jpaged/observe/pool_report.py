@@ -276,10 +276,9 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     """Yield a tuple (sequence, block id, number of empty slots) for each block with empty slots.
 
-    Without speculative decoding, only the last block of a sequence has empty slots. If two
-    sequences share a last block, they have the same number of computed tokens: a forked sequence
-    starts with the number of its parent, and a sequence gets a copy of the shared block before it
-    writes to the block.
+    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
+    share a last block have the same number of computed tokens. A forked sequence starts with its
+    parent's number, and gets a copy of a shared block before it writes to the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():
@@ -295,7 +294,7 @@ def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
     """Return the number of empty slots that a sequence may still fill."""
     reserved = Counter[int]()
-    # By sequence id: number of empty slots in the blocks seen so far.
+    # Number of empty slots in the earlier blocks of each sequence, by sequence id.
     num_before: dict[int, int] = {}
     for sequence, block_id, empty in _iter_partial_blocks(scheduler):
         if sequence.finish_reason is None:

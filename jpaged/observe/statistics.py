@@ -189,10 +189,11 @@ class MemoryAccount:
         return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
 
     def device_memory_lines(self, stats: Mapping[str, int]) -> list[str]:
-        """Return one line of text about the memory use that the device reports, or no line.
+        """Return a list with one line of text about the memory use that the device reports.
 
         Args:
-            stats: Result of `jax.Device.memory_stats()`. If it lacks a value, no line is returned.
+            stats: Result of `jax.Device.memory_stats()`. If a value is missing, the returned list
+                is empty.
         """
         names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
         if not all(name in stats for name in names):

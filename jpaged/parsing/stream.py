@@ -210,8 +210,8 @@ class TextStream:
         return False
 
     def _peek_word(self, words: Sequence[str]) -> ParserCoroutine[tuple[str, int]]:
-        """Return the one of `words` that comes next, and its length including whitespace before it.
-        Return ("", 0) if no word comes next."""
+        """Return the word of `words` that comes next, and the number of characters up to its end,
+        including whitespace before the word. Return ("", 0) if none of `words` comes next."""
         while True:
             start = self._whitespace_end()
             have = self._text[start : start + max(map(len, words))]
@@ -232,8 +232,8 @@ class TextStream:
         """Take the text before the first tag of `tags`, and return this tag.
 
         Up to `max_whitespace` whitespace characters before the tag are not taken. If the text ends
-        without a tag, return "": `take_rest` then takes any whitespace and incomplete tag at the
-        end.
+        without a tag, return "". In this case, call `take_rest` to take the whitespace and the
+        incomplete tag at the end.
         """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:

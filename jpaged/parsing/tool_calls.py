@@ -143,7 +143,7 @@ class ToolCallParser(StreamParser):
         self._num_calls += 1
         self._is_in_call = self._has_text_since_call = False
 
-    # The following methods are generators that take calls written as JSON.
+    # The following methods are generators that parse calls written as JSON.
 
     def _parse_json_call(
         self, closing_tag: str, keys: frozenset[str] | None = None

@@ -124,7 +124,7 @@ class CallGrammar:
         text = "\n".join([*self._call_rules(), *self._answer_rules()]) + "\n"
         try:
             return StructuredOutputs(grammar=text)
-        except RequestError as error:  # each schema fits, but their sum is too large
+        except RequestError as error:  # each schema fits, but all together are too large
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
@@ -160,8 +160,8 @@ class CallGrammar:
         return f"<[{self.special_ids[text]}]>" if self._is_special(text) else literal(text)
 
     def _opening_rule(self) -> str:
-        """Return a grammar rule for the tag that begins a call; "" if the rule `lead` already
-        contains the tag."""
+        """Return a grammar rule for the tag that begins a call. Return "" if the terminal `lead`
+        already matches the tag."""
         tag = self.opening_tags[0]
         return "" if self.has_text and not self._is_special(tag) else self._tag_rule(tag)
 
@@ -216,21 +216,22 @@ class CallGrammar:
         elif self._is_special(tag):
             yield f"said: (TEXT? calls){again} TEXT?"
         else:
-            # Do not use the terminal TEXT before a call: it is greedy, so it could match the start
-            # of the tag. The terminal `lead` is lazy, and matches the text up to and including the
+            # The terminal TEXT is greedy, so before a call, it could match the start of the tag.
+            # Use the lazy terminal `lead` instead, which matches the text up to and including the
             # first tag.
             yield f"said: (lead calls){again} TEXT?"
             but = f" & {_exclude_texts(other_tags)}" if other_tags else ""
             yield f"lead[lazy]: /(?s:.*){re.escape(tag)}/{but}"
 
     def _check_sizes(self, schemas: Sequence[tuple[str, Any]]) -> None:
-        """Raise ValueError if one schema, or the sum of all schemas, is certainly too large."""
+        """Raise ValueError if the grammar rules of one schema, or of all schemas together, are
+        certainly too large."""
         total = 0
         for path, schema in schemas:
             try:
                 size = len(_compact_json(schema))
             except (TypeError, ValueError, RecursionError):
-                continue  # skip this schema: `_check_parameters` will raise a clearer error
+                continue  # skip the schema, because `_check_parameters` raises a clearer error
             bounds.SOURCE_LENGTH.check(path, size)
             total += self._min_rules_size(schema, size)
         bounds.SOURCE_LENGTH.check("tools", total)

@@ -4,7 +4,7 @@ XLA runs a step as one CUDA graph. Before a launch, XLA updates every graph node
 whose address has changed since the last launch. If logits and temporaries have moved, the update
 takes 0.43 to 0.53 ms of host time for 250 nodes (H200).
 
-Buffers move because the allocator serves small and large requests from the same free memory, and
+Buffers move because the allocator serves small and large requests from the same free memory. The
 small buffers at the start of that memory have varying lifetimes. A step's packed inputs are freed
 by a callback, some time after their transfer to the device. Sampled tokens are freed one turn of
 the engine loop later, when the host has read them. The number of small buffers in use therefore
@@ -33,7 +33,7 @@ inputs of a decode step of 960 rows."""
 BUFFERS_PER_SIZE = 25
 """Number of buffers allocated for each fragment size. Every second buffer is freed and leaves a
 fragment. If all buffers are adjacent, that makes 12 fragments; if some buffers fill holes between
-the weights, there are fewer. A step of few rows allocates 4 buffers of 256 bytes, and its result
+the weights, there are fewer. A step of few rows allocates 4 buffers of 256 bytes. Its result
 buffers are still in use when the next step allocates its buffers."""
 
 

@@ -48,7 +48,8 @@ class Buckets:
         prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
         burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
         verify_batch_sizes: Batch sizes of steps that verify drafts; empty without speculative
-            decoding. A step of the smallest batch size computes `MIN_SEQS` tokens, with drafts.
+            decoding. In a step of the smallest batch size, the rows and their drafts have
+            `MIN_SEQS` tokens in total.
     """
 
     decode_batch_sizes: tuple[int, ...]
@@ -59,9 +60,9 @@ class Buckets:
     def has_burst(self, num_seqs: int, goal: SchedulingGoal) -> bool:
         """Return whether steps of `num_seqs` sequences should be launched as a burst.
 
-        A batch of at most `SMALL_BATCH_SEQS` sequences may be padded to the batch size of a burst,
-        because padding costs less than one launch per step. A larger batch gets no extra padding:
-        the batch size of its decode step must be one of `burst_batch_sizes`, and the goal must be
+        A batch of at most `SMALL_BATCH_SEQS` sequences may be padded to the batch size of a burst:
+        padding costs less than a launch for each step. A larger batch gets no extra padding. The
+        batch size of its decode step must be one of `burst_batch_sizes`, and the goal must be
         throughput.
         """
         if num_seqs <= SMALL_BATCH_SEQS:

@@ -102,8 +102,8 @@ class ModelRunner:
         shapes: Shapes of the persistent arrays, which the runner allocates.
         config: Sizes and limits of the runtime.
         programs: Programs compiled for this model, these shapes and this configuration.
-        eos_token_ids: End tokens of the model. They are forbidden until a request has `min_tokens`
-            output tokens.
+        eos_token_ids: End tokens of the model. A request may not sample these tokens before it has
+            `min_tokens` output tokens.
     """
 
     def __init__(
@@ -335,9 +335,9 @@ class ModelRunner:
         """Return whether a burst may contain the plan.
 
         The plan must be a decode step without block copies, swaps or forks. The goal must allow
-        bursts of that many sequences, and one of the `BURST_LEVELS` must have the features of every
-        row. A plan with a beam search never fits: the search needs the scores of each step before
-        the next step.
+        bursts of as many sequences as the plan has. One of the `BURST_LEVELS` must have the
+        features of every row. A plan with a beam search never fits, because the search needs the
+        scores of each step before the next step.
         """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:
             return False
@@ -513,7 +513,8 @@ class ModelRunner:
             row = self._assign_row(child, sampling)
             sources[row] = sources.get(source, source)
             if self._drafter is not None and child.num_output_tokens:
-                # After a preemption, the output tokens of child and parent may differ.
+                # The fork copies the parent's tokens. After a preemption, the child's output tokens
+                # may differ from the parent's, so replace the copied tokens.
                 self._new_tokens[row] = child.token_ids
         pairs = [(source, row) for row, source in sources.items()]
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
@@ -546,7 +547,7 @@ class ModelRunner:
 
 
 def _make_zeros(shapes: Any) -> Any:
-    """Return arrays of zeros with the shapes, dtypes and shardings of a tree."""
+    """Return a tree of zeros with the shapes, dtypes and shardings in the tree `shapes`."""
     zeros = jax.jit(
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
         out_shardings=jax.tree.map(lambda s: s.sharding, shapes),

@@ -25,8 +25,8 @@ from pallas_kernels.tuning import is_hopper
 
 MAX_STEP_S = 240.0
 """Seconds after which a step on several devices is assumed to hang. In a collective, each device
-waits for the others without a limit, and the wait cannot be cancelled. The limit is lower than the
-server's default limit for its engine loop (300 s), so that the server reports the error of
+waits for the others without a limit, and the wait cannot be cancelled. The server has a limit for
+its engine loop, by default 300 s. `MAX_STEP_S` is lower, so that the server reports the error of
 `wait_for_devices`, which names the cause.
 """
 
@@ -58,7 +58,7 @@ def wait_for_devices(arrays: Any) -> None:
                     "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # raises the error of a failed computation
+        jax.block_until_ready(array)  # if the computation failed, this raises its error
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:

@@ -78,8 +78,11 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
 
 
 def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
-    """Return at most `max_num_seqs` requests, whose prompts have `num_tokens` tokens in total, or
-    fewer if more requests would be needed. Every block table contains only the null block."""
+    """Return requests whose prompts have `num_tokens` tokens in total.
+
+    The result has at most `max_num_seqs` requests, each with at most `max_model_len` tokens. Beyond
+    these limits, the prompts have fewer tokens. Every block table contains only the null block.
+    """
     seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)
     lengths += [rest] if (rest := num_tokens % config.max_model_len) else []

@@ -87,9 +87,12 @@ class SplitModel:
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """Return a function that calls `step`. Instead of the model, it takes one device's shard of
-        each parameter, or global arrays if `takes_global_arrays`. The keyword arguments `static`
-        are passed in each call."""
+        """Return a function that calls `step`.
+
+        The returned function takes one device's shard of each parameter instead of the model, or
+        global arrays if `takes_global_arrays`. It passes the keyword arguments `static` to `step`
+        in each call.
+        """
 
         # `run` must not refer to `self`, because a reference would keep `self.leaves` in memory.
         definition, treedef = self.definition, self.treedef

@@ -152,7 +152,7 @@ class PromptScores:
     slices: dict[int, slice]
 
     def read(self) -> Iterator[tuple[int, TokenScores | TargetLogprobs]]:
-        """Wait for the scores; yield sequence ids and their scores."""
+        """Wait for the scores, and return an iterator over pairs (sequence id, scores)."""
         kind = TokenScores if self.program == "prompt_logprobs" else TargetLogprobs
         packed = np.concatenate([np.asarray(array) for array in self.arrays])
         return ((seq_id, kind(packed[rows])) for seq_id, rows in self.slices.items())
@@ -248,9 +248,9 @@ def score_prompts(
     Args:
         scheduled: The step's sequences, in the order in which their tokens are flattened.
         sampling: Function that returns the sampling parameters of a request.
-        launch: Function that launches a scoring step. The arguments are the step's name, indices of
-            hidden states of the prefill step, int32 [num_rows], and the token that follows each
-            hidden state, int32 [num_rows].
+        launch: Function that launches a scoring step. Its arguments are the name of the scoring
+            step, indices of hidden states of the prefill step, and the token that follows each
+            hidden state. Indices and tokens are int32 [num_rows].
         num_rows: Number of tokens per launch.
         wait: Function that waits for arrays on several devices; None for one device.
     """

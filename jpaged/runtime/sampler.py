@@ -263,8 +263,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
     owners, tokens, kinds = marks[2 * ROWS_PER_LOAD :].reshape(3, TOKENS_PER_LOAD)
     owners = jnp.where(tokens < V, owners, 0)
     token_state = sampling.token_state.at[rows].set(0)
-    # Replace tokens that must not be counted by the index V. It is out of bounds, so the scatter
-    # drops it, whereas -1 would mean the last token.
+    # Each scatter writes only some of the tokens. Give the other tokens the index V: the scatter
+    # drops this index because it is out of bounds. An index of -1 would mean the last token.
     prompt = jnp.where(kinds == IN_PROMPT, tokens, V)
     others = jnp.where(kinds == IN_PROMPT, V, tokens)
     token_state = token_state.at[owners, prompt].set(IN_PROMPT, mode="drop")
@@ -510,7 +510,7 @@ def _processed_logits(
         distribution: Logits of the rows, and intermediate results of sampling.
         logprobs_mode: Kind of values that the rows report.
         is_ranked: Whether the scores rank the answers of the row's request (`best_of`,
-            `beam_width`). Such a row reports log-probabilities, whatever `logprobs_mode` is.
+            `beam_width`). If so, the row reports log-probabilities, whatever `logprobs_mode` is.
     """
     logits, is_greedy, temperature, scaled, kept = distribution
     if logprobs_mode == LogprobsMode.PROCESSED_LOGITS:

@@ -215,8 +215,8 @@ def prefill_step(
     if row_tokens is not None:
         limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
         sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
-        # A row with more tokens than its limit has no slot, so it writes its token's K and V to the
-        # null block.
+        # A row with more tokens than its limit has no slot for its token. The row writes the keys
+        # and values of the token to the null block.
         block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
         seq_lens = jnp.abs(sample_positions)
     seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)
@@ -309,9 +309,9 @@ def verify_step(
     """Compute one or several decode steps that verify drafts, in one launch.
 
     Each step proposes drafts, computes the last token and the drafts of each row (Q tokens), and
-    samples after each of them. A draft is accepted if it equals the token that the row samples at
-    this position, and if all earlier drafts of the row are accepted. The tokens therefore do not
-    depend on the drafts.
+    samples after each of these tokens. A row accepts a draft if the draft equals the token
+    that the row samples at this position. After the first rejected draft, the row accepts no more
+    drafts. The sampled tokens therefore do not depend on the drafts.
 
     Returns:
         The sampled tokens [U, B, Q] and scores [U, B, Q, W], the last tokens, and the new states.
@@ -577,7 +577,7 @@ def score_targets_step(
     `StepModel.target_logprobs` returns None.
     """
     found = model.target_logprobs(scored_hidden, targets, backend)
-    if found is None:  # if the model has no kernel for this, score whole rows of logits
+    if found is None:  # without a kernel for target log-probabilities, score whole rows of logits
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
@@ -687,9 +687,9 @@ class StepProgram:
         gemm_key: Function that returns which matrix products a program has: the part of the model
             ("layers" or "head") and the number of rows. None if a program has no matrix products to
             autotune.
-        compile_seconds: Two numbers of CPU seconds: to compile one program, and to compile what all
-            programs whose keys differ only in the last part share. Measured with Qwen3-0.6B on an
-            H200; see docs/startup.md.
+        compile_seconds: Pair of CPU seconds: (one program, shared code). Programs whose keys differ
+            only in the last part share code, which is compiled once. Both numbers were measured
+            with Qwen3-0.6B on an H200; see docs/startup.md.
     """
 
     name: str
@@ -781,10 +781,10 @@ class PlanProgram(StepProgram):
     def make_packer(
         self, config: RuntimeConfig, sampling_table: np.ndarray, key: Any
     ) -> Callable[..., np.ndarray]:
-        """Return a function that calls `pack` with the arguments that do not change between the
-        steps of a program.
+        """Return a function that packs a step's inputs for the program of `key`.
 
-        These arguments are `sampling_table`, options from `config`, and the sizes for `key`.
+        The function calls `pack`, and adds the arguments that are the same for every step of the
+        program. These are `sampling_table`, options from `config`, and the sizes for `key`.
         """
         options = {
             "sampling_table": sampling_table,

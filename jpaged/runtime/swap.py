@@ -5,9 +5,9 @@
 
 Gather and scatter are programs, so the launch order determines which values they read and
 overwrite. The transfers run while steps run. Programs have static shapes, so a swap entry is a list
-of *chunks*, and the number of blocks in a chunk is a power of two. The host waits for a transfer
-only if more than `MAX_STAGED_CHUNKS` chunks would be on the device. The memory budget has room for
-that many chunks.
+of *chunks*. The number of blocks in a chunk is a power of two. The host waits for a transfer only
+if more than `MAX_STAGED_CHUNKS` chunks would be on the device. The memory budget has room for
+`MAX_STAGED_CHUNKS` chunks.
 """
 
 from collections import deque
@@ -134,8 +134,11 @@ class SwapChunk(NamedTuple):
 
 
 class IncomingChunk(NamedTuple):
-    """A chunk to swap in. `block_ids` has the id of the pool block to which each block of the chunk
-    is written, or -1 for a block that is not wanted."""
+    """A chunk to swap in.
+
+    `block_ids` has one entry per block of the chunk: the id of the pool block to write, or -1 if
+    the block is not wanted.
+    """
 
     block_ids: np.ndarray
     blocks: jax.Array

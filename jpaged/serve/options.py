@@ -128,9 +128,10 @@ class Limits(options.Options, group="limits on requests"):
     """Limits on the number, size and duration of requests. The help texts describe the flags.
 
     Attributes:
-        max_header_bytes: Maximum size of a request's first line and headers together. No flag.
+        max_header_bytes: Maximum size of a request's first line and headers together. This limit
+            has no flag.
         body_timeout: Maximum time from the end of the headers to the end of the body, in seconds.
-            No flag.
+            This limit has no flag.
     """
 
     max_num_queued_reqs: int = _count_option(

@@ -85,7 +85,7 @@ class StructuredOutputs:
             object.__setattr__(self, field, own)
 
     def with_reasoning(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
-        """Return a copy with the given values of `after` and `opening`."""
+        """Return a copy of the specification with these values of `after` and `opening`."""
         other = copy.copy(self)
         object.__setattr__(other, "after", after)
         object.__setattr__(other, "opening", opening)

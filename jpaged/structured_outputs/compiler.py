@@ -183,8 +183,8 @@ class GrammarCompiler:
             Future of the matchers. It raises `GrammarError` if the grammar cannot be compiled.
         """
         with self._lock:
-            # A request for a cached grammar takes little time, so the request must not wait in the
-            # queue behind compilations.
+            # A cached grammar needs little work, so the request must not wait in a queue behind
+            # compilations.
             known = self._cache.get(spec)
             kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._submit_to_pool(kind, self._make_matchers, spec, ending_ids, count)
@@ -202,7 +202,7 @@ class GrammarCompiler:
     def try_random_answer(self, spec: StructuredOutputs, ending_ids: frozenset[int]) -> None:
         """Compile a grammar, and use its masks to generate the first tokens of a random answer.
 
-        All of this runs in the compiling threads, which have the stack size `stack_bytes`.
+        Both parts run in the compiling threads, which have the stack size `stack_bytes`.
 
         Raises:
             GrammarError: The grammar cannot be compiled, or a mask fails.
@@ -266,7 +266,7 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                # Compute a mask that nobody uses, because that resets the lexer's fuel.
+                # Compute a mask and ignore it: this resets the lexer's fuel, which limits its work.
                 lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]

@@ -38,7 +38,7 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def _libc() -> Any:
-    """Return the C library, with the result types of the functions used here."""
+    """Load the C library, and declare the result types of the functions that this module calls."""
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):  # glibc before 2.33, musl
         libc.mallinfo2.restype = _Mallinfo
@@ -75,7 +75,7 @@ class LexerMemory:
 
     def __init__(self):
         self._resident, self._heap = _resident_bytes(), heap_bytes()
-        self._fragments = 0  # bytes that are free but that malloc cannot return to the system
+        self._fragments = 0  # free bytes that malloc cannot return to the system
         self._is_full, self._valid_until = False, 0.0
         self._measured_at = float("-inf")
         self._lock = threading.Lock()
@@ -140,8 +140,8 @@ class LexerPool:
     because a lexer has a lock.
 
     A lexer keeps the states of finished answers, and llguidance does not report their number.
-    Therefore, the pool counts tokens. If a lexer breaks after n tokens, each lexer of the grammar
-    is later replaced after n / 2 tokens.
+    Therefore, the pool counts tokens. After a lexer has broken at n tokens, the pool replaces each
+    lexer of the grammar at n / 2 tokens.
 
     Args:
         first: llguidance's matcher before the first token.
@@ -159,7 +159,7 @@ class LexerPool:
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
-        # Separate from `_lock`, because compiling may take seconds.
+        # This lock is held while a lexer is compiled, which may take seconds. `_lock` is not.
         self._compile_lock = threading.Lock()
 
     @property

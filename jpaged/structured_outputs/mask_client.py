@@ -1,8 +1,9 @@
 """The engine's side of the mask worker, the process that compiles grammars and makes masks.
 
 If Python code in the engine's process made the masks, it would take the GIL from the thread that
-launches steps. With 64 rows, that would cost more time than the masks themselves. Therefore
-matchers and masks live in the mask worker (`mask_worker.py`), which starts with the first grammar.
+launches steps. With 64 rows, the launching thread would lose more time to the GIL than the masks
+take. Therefore matchers and masks live in the mask worker (`mask_worker.py`), which starts with the
+first grammar.
 
 A thread of the engine waits for the device and sends sampled tokens to the worker over a socket.
 The states of answers and their masks are in shared memory.
@@ -154,8 +155,8 @@ class MaskWorkerClient:
         capacity: Number of entries in the shared memory. It must exceed the number of answers,
             including the answers of waiting requests. Unused entries take no memory.
         max_wait_s: Maximum seconds that a step with unconstrained rows waits for the worker.
-        silence_timeout_s: Seconds after which the worker is killed if it reports nothing while an
-            answer is pending. The start of the worker counts too.
+        silence_timeout_s: Seconds without a report, while an answer is pending, after which the
+            worker is killed. The time that the worker needs to start counts too.
 
     Attributes:
         max_wait_s, silence_timeout_s: See the arguments.
@@ -257,13 +258,13 @@ class MaskWorkerClient:
     def request_masks(
         self, skipped: Collection[int], tokens: Callable[[], np.ndarray], *, send_now: bool
     ) -> None:
-        """Send the last step's tokens to the worker, which makes the next masks.
+        """Send a step's tokens to the worker, which then makes the masks of the next step.
 
-        The last step is the step of the last call of `gather_masks`.
+        The step is the one for which `gather_masks` was called last.
 
         Args:
-            skipped: Positions of answers in the argument `items` of `gather_masks`. Those answers
-                need no mask.
+            skipped: Answers that need no next mask, as indices into the argument `items` of
+                `gather_masks`.
             tokens: Function that waits for the step's tokens and returns them: int32 [rows]. A
                 negative token means that no token could be sampled.
             send_now: Whether another thread sends the tokens as soon as they are known. Otherwise,
@@ -271,8 +272,8 @@ class MaskWorkerClient:
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        # Keep no references to the answers: the garbage collection of an answer triggers the report
-        # of its end to the worker.
+        # Drop the references to the answers: the client reports the end of an answer to the worker
+        # when the answer is garbage-collected.
         (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
@@ -475,8 +476,8 @@ class MaskWorkerClient:
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # The worker counts as silent after half of `max_wait_s` without a report: a report
-                # early in this wait may belong to an earlier step.
+                # A report early in this wait may belong to an earlier step, but it has reset
+                # `_silent_s`. Therefore, the worker counts as silent after half of `max_wait_s`.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True
@@ -548,7 +549,7 @@ class _WorkerProcess(Child):
         try:
             if self.sock.fileno() >= MAX_OPEN_FILES:
                 raise OSError(
-                    f"{MAX_OPEN_FILES} files are open, and select works with no more: "
+                    f"this process has {MAX_OPEN_FILES} open files, the maximum for select: "
                     "close some files"
                 )
             threading.Thread(

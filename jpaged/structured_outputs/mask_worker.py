@@ -141,8 +141,8 @@ class AnswerState(IntEnum):
     1. The engine changes FREE to PENDING and sends BEGIN.
     2. The worker compiles the grammar, makes the first mask and sets READY or FAILED.
     3. The engine sets PENDING and sends a token (TOKENS). The worker then sets READY, STOPPED or
-       FAILED. If this work takes long, the worker sets HEAVY in the meantime. Step 3 repeats for
-       each token.
+       FAILED. If this work takes long, the worker sets HEAVY until the work is done. Step 3 repeats
+       for each token.
     4. The engine sends END. The worker sets FREE once none of its threads writes to the entry.
 
     If the worker ends, the engine sets DROPPED. The worker changes `MaskMemory.counts` after the
@@ -159,7 +159,7 @@ class AnswerState(IntEnum):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the worker will change this state without another message from the engine."""
+        """Whether the worker will set another state without another message from the engine."""
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
 
@@ -239,9 +239,9 @@ class _WorkerAnswer:
     The worker matches the tokens of all answers in one batch, and makes their masks in another. In
     three cases, a separate thread serves the answer:
 
-    - `is_heavy`: matching the answer's last token or making its mask took a thread milliseconds.
-    - `is_suspect`: a batch with the answer was late. A thread then serves the answer once to
-      measure it.
+    - `is_heavy`: for the answer's last token, matching or making the mask took milliseconds.
+    - `is_suspect`: a batch that contained the answer took too long. A thread serves the answer
+      once, to measure whether this answer was the cause.
     - `needs_mask_thread`: the answer's last mask was slow, or the next mask must be timed, or the
       lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens and the
       grammar recently had slow masks (`Matcher.mask_timing`). In this case, the thread makes only
@@ -268,24 +268,27 @@ class _WorkerAnswer:
         self.matcher: Any = None  # a `Matcher`; None until the grammar is compiled
         self.has_mask = False  # whether the answer's first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        # For each mask, `note_mask_time` adds its CPU seconds minus `bounds.MAX_MEAN_MASK_S`.
+        # CPU seconds of the answer's masks beyond the allowed mean. `note_mask_time` computes this
+        # number.
         self.excess_s = 0.0
         self.is_busy = True  # whether a thread may still write to the answer's entry
         self.is_over = False
 
     @property
     def needs_thread(self) -> bool:
-        """Whether a thread matches the answer's next token and makes the mask after it."""
+        """Whether a thread, instead of a batch, matches the answer's next token and makes the mask
+        after it."""
         return self.is_heavy or self.is_suspect
 
     @property
     def needs_mask_thread(self) -> bool:
-        """Whether a thread makes the answer's next mask."""
+        """Whether a thread, instead of a batch, makes the answer's next mask."""
         is_timed = self.allows_many_tokens and self.matcher.mask_timing.num_timed_masks > 0
         return self.matcher.needs_lexer or self.is_slow or is_timed
 
     def note_mask(self, *, allows_many_tokens: bool) -> None:
-        """Record that a mask was made. `allows_many_tokens` says whether it allows many tokens."""
+        """Record that a mask was made. `allows_many_tokens` says whether the mask allows many
+        tokens."""
         self.allows_many_tokens, self.has_mask = allows_many_tokens, True
 
     def note_mask_time(self, mask_seconds: float) -> bool:
@@ -308,8 +311,8 @@ class _WorkerAnswer:
         if token_seconds is not None:
             self.is_suspect = False
             self.is_heavy |= token_seconds > _HEAVY_TOKEN_S
-        # All answers of the grammar update `mask_timing` without a lock, because a lost count is
-        # harmless.
+        # The threads update `mask_timing` without a lock. A lost update is harmless: one mask more
+        # or less is timed.
         mask_timing = self.matcher.mask_timing
         if self.is_slow:
             mask_timing.num_timed_masks = min(
@@ -349,7 +352,7 @@ class MaskMaker:
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        # The threads that serve `_rebuild_queue` wait for compilations of lexers.
+        # The threads that serve `_rebuild_queue` only wait while other threads compile lexers.
         self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):
@@ -413,7 +416,8 @@ class MaskMaker:
         self._memory.counts[2] += time.perf_counter_ns() - taken
 
     def remove_answers(self, memory_indices: np.ndarray) -> None:
-        """Remove answers that are over; set their states to FREE once no thread writes to them."""
+        """Remove answers that are over. Set the state of an entry to FREE as soon as no thread
+        writes to the entry."""
         for memory_index in memory_indices.tolist():
             answer = self.answers.pop(memory_index, None)
             with self._lock:
@@ -574,7 +578,7 @@ class MaskMaker:
         return error
 
     def _match(self, answer: _WorkerAnswer, token: int) -> float:
-        """Match a token of an answer. Return the seconds that matching took."""
+        """Match a token of an answer, and return how many seconds that took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.can_consume_directly(token)):
             start = time.thread_time()
@@ -612,14 +616,14 @@ class MaskMaker:
 
 
 def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Split a list into chunks of similar size, with at most `_MAX_CHUNK_ANSWERS` items each."""
+    """Split a list into chunks of similar sizes. A chunk has at most `_MAX_CHUNK_ANSWERS` items."""
     count = -(-len(items) // _MAX_CHUNK_ANSWERS)
     for i in range(count):
         yield items[i * len(items) // count : (i + 1) * len(items) // count]
 
 
 def encode_message(kind: MaskMessageKind, *parts: bytes, count: int = 0) -> bytes:
-    """Return the bytes of a message to the mask worker that concerns `count` answers."""
+    """Return the bytes of a message to the mask worker, about `count` answers."""
     return frame_message(_HEADER.pack(kind, count), *parts)
 
 
@@ -637,8 +641,8 @@ def main(sock: socket.socket, fd: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Watch the parent in another thread: libraries may block this thread.
     exit_with_parent(sock)
-    sys.setswitchinterval(0.0005)  # masks wait less for the GIL, which compiling threads hold
-    with suppress(OSError):  # if memory runs out, Linux should kill this process and not the engine
+    sys.setswitchinterval(0.0005)  # threads that make masks wait less for compiling threads
+    with suppress(OSError):  # if memory runs out, Linux kills this process, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
     def notify() -> None:

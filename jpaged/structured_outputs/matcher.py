@@ -108,7 +108,8 @@ class Vocabulary:
         self.line_break_ids = {ids[-1]: n for n, ids in enumerate(breaks, 1) if len(ids) == 1}
 
     def clear_eos(self, mask: np.ndarray) -> bool:
-        """Remove the model's end tokens from a mask; return whether the mask allowed any."""
+        """Remove the model's end tokens from a mask. Return whether the mask allowed any end
+        token."""
         words, found = mask.view(np.uint32), False
         for i, kept in self._not_eos_words:
             word = int(words[i])
@@ -144,7 +145,8 @@ class Matcher:
         ending_ids: Tokens that end the answer at positions where the grammar allows the end.
         is_stopped: Whether the answer is complete.
         vocabulary: Vocabulary of the tokenizer.
-        mask_timing: Record of the grammar's slow masks, which all its answers share.
+        mask_timing: How many masks of the grammar to time. All answers of the grammar share the
+            object.
         inner: llguidance's matcher.
         needs_lexer: Whether the lexer must be replaced before the next mask. `rebuild_lexer` takes
             as long as compiling the grammar, so a separate thread should call it.
@@ -244,8 +246,8 @@ class Matcher:
         self._consumed.append(token_id)
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _TOKENS_PER_MEMORY_CHECK and self._grammar.memory.is_full:
-            # A new lexer would be smaller, because it would not have the states that only masks
-            # needed.
+            # A lexer also keeps states that only masks needed. A new lexer would not have these
+            # states, so it would be smaller.
             self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
@@ -265,7 +267,7 @@ class Matcher:
     def _may_rebuild(self) -> bool:
         """Return whether a new lexer may help.
 
-        A new lexer does not help if this answer alone has just filled its private lexer.
+        It does not help if this answer alone has filled its private lexer within a few tokens.
         """
         since = self._private_since
         return since is None or len(self._consumed) - since >= _MIN_REBUILD_TOKENS
@@ -396,17 +398,17 @@ class Matcher:
         return spec_error(self._spec, reason)
 
     def unexpected_error(self, error: BaseException) -> GrammarError:
-        """Return the error of this answer for an unexpected exception."""
+        """Return the error with which this answer ends after an unexpected exception."""
         return spec_error(self._spec, f"{type(error).__name__}: {error}")
 
 
 @dataclass
 class MaskTiming:
-    """Record of a grammar's slow masks, which all answers of the grammar share.
+    """How many masks of a grammar to time. All answers of the grammar share this object.
 
     Attributes:
-        num_timed_masks: Number of upcoming masks that `MaskMaker` lets threads make one by one, to
-            measure the time of each mask.
+        num_timed_masks: Number of masks whose time will still be measured. `MaskMaker` lets a
+            thread make each of these masks alone.
     """
 
     num_timed_masks: int = 0
@@ -423,7 +425,7 @@ class CompiledGrammar:
         opening_tag_ids: Tokens of the specification's `opening`.
         memory: Memory of all lexers of all grammars.
         rebuild_lexer: `GrammarCompiler.rebuild_lexer`.
-        mask_timing: Record of the grammar's slow masks.
+        mask_timing: How many masks of the grammar to time.
     """
 
     spec: StructuredOutputs

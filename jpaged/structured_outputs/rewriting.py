@@ -100,7 +100,7 @@ class _SchemaRewriter:
         key = id(schema), with_properties
         if key not in self._facts_by_id:
             if self._depth == _MAX_FACTS_DEPTH:
-                return _Facts(DISJOINT_TYPES)  # no information: a value may have any JSON type
+                return _Facts(DISJOINT_TYPES)  # no bounds: a value may have any JSON type
             self._depth += 1
             self._facts_by_id[key] = self._find_facts(schema, with_properties=with_properties)
             self._depth -= 1
@@ -155,7 +155,7 @@ class _Facts:
     names: frozenset[str] | None = None
 
     def intersect(self, other: "_Facts") -> "_Facts":
-        """Return bounds on the values that match both schemas."""
+        """Return bounds on the values that satisfy both these bounds and `other`."""
         properties = dict(self.properties)
         for name, facts in other.properties.items():
             properties[name] = properties[name].intersect(facts) if name in properties else facts
@@ -168,7 +168,7 @@ class _Facts:
         )
 
     def excludes(self, other: "_Facts") -> bool:
-        """Return whether the bounds show that no value matches both schemas."""
+        """Return whether no value can satisfy both these bounds and `other`."""
         common = self.types & other.types
         if not common or (
             self.values is not None

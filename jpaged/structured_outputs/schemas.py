@@ -72,7 +72,8 @@ def check_schema(name: str, schema: object) -> None:
 
 
 def is_enforced(keyword: str, value: Any) -> bool:
-    """Return whether a grammar can enforce a keyword with this value, regardless of size limits."""
+    """Return whether a grammar can enforce a keyword with this value. Size limits are not
+    checked."""
     if keyword == "format":
         return value in _FORMAT_NAMES
     if keyword == "multipleOf":
@@ -230,7 +231,7 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError for a keyword that could restrict the values but that cannot be enforced."""
+    """Raise ValueError unless a keyword can be ignored, because it does not restrict the values."""
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
@@ -297,7 +298,7 @@ def _check_properties(path: SchemaPath, value: Any, schema: Schema) -> None:
 
 
 def _check_property_count(path: SchemaPath, schema: Schema) -> None:
-    """Raise ValueError unless the number of an object's properties can be enforced."""
+    """Raise ValueError if `minProperties` or `maxProperties` of a schema cannot be enforced."""
     count = PropertyCount.from_schema(schema)
     reason = "cannot be enforced: a name that is not in properties may appear twice"
     if count.allows_other_names and count.min_optional > 1:
@@ -440,19 +441,20 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 def _intersect_counts(
     one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Return the possible limits on extra names of an object that matches two schemas.
+    """Combine the limits that two schemas set on the extra names of an object.
 
-    Extra names are property names that `properties` does not list (see `_ExtraNames`).
+    Extra names are property names that `properties` does not list.
 
     Args:
-        one, other: The possible `_ExtraNames` of each schema, one for each case of an `anyOf` or
-            `oneOf`.
+        one, other: The limits that each schema may set. With `anyOf` or `oneOf`, each case has its
+            own limit.
     """
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """Yield the schemas of `allOf` and `$ref`. A value of `schema` must match all of them too."""
+    """Yield the schemas in `allOf` and `$ref`. A value that matches `schema` must match all of
+    these."""
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)
@@ -479,8 +481,8 @@ class _SatisfiabilityCheck:
     def __init__(self, found: _SchemasById, resolve: _ResolveReference):
         self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
-        # For each schema and kind of value, the schemas of required properties or items for which
-        # no matching value is known yet.
+        # The keys are (id of a schema, "object" or "array"). The values list the schemas of the
+        # required properties or items that no value is known to match yet.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -488,7 +490,7 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError if there is a schema that no finite value matches."""
+        """Raise ValueError if any of the schemas matches no finite value."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):
@@ -514,7 +516,7 @@ class _SatisfiabilityCheck:
                 )
 
     def _deciding_schemas(self, path: SchemaPath, schema: Schema) -> Iterator[Any]:
-        """Yield the schemas that determine the types of the values that match `schema`."""
+        """Yield the schemas on which the possible JSON types of values of `schema` depend."""
         yield from _all_of(path, schema, self._resolve)
         for word in _CASE_KEYWORDS:
             yield from _cases(schema, word)
@@ -530,8 +532,9 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # Remove needed schemas for which a matching value is known. They need not be checked
-            # again, because their sets of types only grow.
+            # `needed` lists the schemas of required properties or items. Remove those that some
+            # value is known to match. The set of types of a schema only grows, so a schema that is
+            # removed need not be checked again.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

@@ -57,7 +57,7 @@ _LARK_TOKEN = re.compile(
 )
 """One token of llguidance's Lark syntax, as far as the checks distinguish tokens."""
 
-_MAX_DIGITS = 9  # a repetition count with more digits exceeds every limit
+_MAX_DIGITS = 9  # a repetition count with more digits exceeds the limit anyway
 
 _WHITESPACE: Any = re.compile(r"[ \t\r\n]*")
 
@@ -126,7 +126,7 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             check_schema(schema_path, schema)
             num_schemas += 1
         elif "%json" in token[0]:
-            # llguidance might find a schema here that `check_schema` has not seen.
+            # llguidance might read a schema at this place, which `check_schema` has not checked.
             raise RequestError(
                 path,
                 f"has %json within {token[0][:40]!r}",

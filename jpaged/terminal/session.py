@@ -55,7 +55,8 @@ class Session:
         while it is generated, or after the previous answer is complete. The answers of a beam
         search are printed at the end of the search.
 
-        The first Ctrl-C takes effect between two steps of the engine, a second Ctrl-C immediately.
+        The first Ctrl-C takes effect between two steps of the engine. A second Ctrl-C takes effect
+        immediately.
 
         Returns:
             False if Ctrl-C interrupted the answer.
@@ -247,7 +248,7 @@ class AnswerStats:
         )
 
     def _read_clock(self) -> float:
-        """Return the current time in seconds, excluding the time spent on sampling the pool."""
+        """Return the seconds of a clock that stops while the state of the pool is sampled."""
         return time.perf_counter() - self._pool.seconds_spent
 
     @property

@@ -241,7 +241,8 @@ class _StepPrinter:
         self.end_line()
 
     def print_event(self, event: ParserEvent) -> None:
-        """Print new text of the model. A new label starts a new line."""
+        """Print new text of the model. If the label of the text ("thought", "answer" or "call")
+        changes, start a new line."""
         if isinstance(event, CallStart):
             self._begin_line("call")
             print(event.name, end=" ")

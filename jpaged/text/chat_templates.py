@@ -197,9 +197,10 @@ def _map_strings(value: Any, change: Callable[[str, str], Any], key: str = "") -
 
     Args:
         value: Strings, mappings, lists and tuples, nested to any depth. Other values stay the same.
-        change: Function (text, key) that returns the new string. The key is `_OBJECT_KEY` if the
-            text is a mapping's key, the mapping's key if the text is its value, and otherwise "".
-        key: The key for `change` if `value` is a string.
+        change: Function (text, key) that returns the new string. If the text is a value in a
+            mapping, `key` is the key of the value. If the text is itself a key, `key` is
+            `_OBJECT_KEY`. Otherwise, `key` is "".
+        key: Argument `key` of `change`, if `value` is a string.
     """
     if isinstance(value, str):
         return change(value, key)

@@ -497,14 +497,14 @@ Later tokens are assumed to equal the tokens of the whole text.
 def splits_at_words(vocabulary: Iterable[str]) -> bool:
     """Return whether no token of a vocabulary spans parts of two words.
 
-    In this case, the tokenizer always splits a text between words, even without a pre-tokenizer
-    (Llama 2).
+    If so, the tokenizer always splits a text between words, even if it has no pre-tokenizer (as in
+    Llama 2).
     """
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 
 
 def text_tail(text: str, num_characters: int, *, at_words: bool) -> tuple[str, int]:
-    """Cut off the end of a text, so that it can be encoded without the rest of the text.
+    """Return the end of a text, so that the caller can encode it without the rest of the text.
 
     Args:
         text: The text.

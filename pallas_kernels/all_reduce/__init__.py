@@ -46,15 +46,15 @@ def device_sum(
     """Sum x over the devices of a mapped axis; every device gets the same bits.
 
     If `header` is given and x is a bfloat16 array of at most 4 MiB / (number of devices), the
-    devices exchange x through peer memory. They add in float32, in the order of the devices, and
-    round the sum once, so the result is deterministic. XLA sums all other arrays.
+    devices exchange x through peer memory. Every device adds in float32, in the order of the
+    devices, and rounds the sum once, so the result is deterministic. XLA sums all other arrays.
 
     Args:
         x: Rows of this device.
         axis: Name of the mapped axis.
-        header: Peer-memory header of this device, from `make_exchange_header`. None: use XLA. If
-            the data of another device does not arrive, the op sets a flag in the header, in place,
-            and all later sums are NaN. `nan_if_peer_lost` reads the flag.
+        header: Peer-memory header of this device, from `make_exchange_header`. If it is None, XLA
+            sums. If the data of another device does not arrive, the op sets a flag in the header,
+            in place, and all later sums are NaN. `nan_if_peer_lost` reads the flag.
         buffer_index: Receive buffer to use, 0 or 1. Consecutive calls that share an exchange memory
             must alternate between 0 and 1, also if the calls are in different compiled programs.
 
@@ -86,8 +86,9 @@ def device_sum_norm(
     """Sum an update over devices, add it to the residual stream, and apply RMSNorm.
 
     The result equals `add_rms_norm(hidden, device_sum(update))`, with the same bits on all devices.
-    The op runs as one kernel launch if `device_sum` would use peer memory, `hidden` and `weight`
-    are bfloat16, and `hidden` has at most 128 rows of at most 8,192 columns (a multiple of 8).
+    The op runs as one kernel launch if `device_sum` would use peer memory, and `hidden` and
+    `weight` are bfloat16. Also, `hidden` must have at most 128 rows and 8,192 columns, and the
+    number of columns must be a multiple of 8.
 
     Args:
         hidden: Residual stream, the same on all devices.
@@ -120,7 +121,7 @@ def device_sum_norm(
 
 
 def exchange_word_counts(num_devices: int, backend: Backend) -> tuple[int, int] | None:
-    """Return the size of a device's peer-memory header and that of its exchange memory.
+    """Return the sizes of a device's peer-memory header and of its exchange memory.
 
     Both sizes are numbers of int32 words. The exchange memory contains the receive buffers.
     Return None if no peer-memory kernel exists: for fewer than 2 or more than 8 devices, or if
@@ -139,8 +140,8 @@ def make_exchange_header(
     Args:
         rank: Index of the device in `addresses`.
         addresses: Address of the exchange memory of each device, by rank. Each memory must be
-            filled with -1, must keep its address, and must be writable by every device. Only these
-            headers may use the memory.
+            filled with -1, must keep its address, and must be writable by every device. Only the
+            headers of these devices may use the memory.
         max_polls: Maximum number of reads of a word that has not arrived. After these reads, the
             device that should have sent the word counts as lost.
 

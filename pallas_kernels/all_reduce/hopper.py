@@ -2,7 +2,7 @@
 
 The exchange memory of a device has two sets of receive buffers (`buffer_index` 0 and 1), each with
 one buffer for every device. A device stores its payload into its buffer in the exchange memory of
-every other device, and reads the others' payloads from its own exchange memory.
+every other device. It reads the payloads of the other devices from its own exchange memory.
 
 A word holds two bfloat16 numbers and is also the signal of its arrival, as in NCCL's LL protocol.
 A buffer is initially filled with `EMPTY_WORD`, which is never stored as data. The receiver polls
@@ -19,9 +19,9 @@ a barrier nor a counter:
 
 Consecutive launches alternate between the buffer sets. A device must not overwrite a buffer of
 launch n before its receiver has reset it. The receiver resets its buffers in launch n, and sends
-its words of launch n + 1 only after that. A device starts launch n + 2, which uses the buffer set
-of launch n again, only after it has received the words of launch n + 1. Launches on one exchange
-memory must therefore run sequentially, with `buffer_index` 0, 1, 0, 1 ... on all devices.
+its words of launch n + 1 only after that. Launch n + 2 uses the buffer set of launch n again. A
+device starts launch n + 2 only after it has received the words of launch n + 1. Launches on one
+exchange memory must therefore run sequentially, with `buffer_index` 0, 1, 0, 1 ... on all devices.
 
 Polling is bounded. If a word does not arrive, the kernel stores NaN for the sums that need it, and
 sets `LOST_PEER_WORD` in the header. From the next launch on, all sums on this device are NaN,
@@ -45,11 +45,12 @@ from pallas_kernels.all_reduce.tuning import (
 from pallas_kernels.hopper_ops import EMPTY_WORD, Value, WordLoad
 
 # Indices of the words in the peer-memory header. Addresses start at `FIRST_ADDRESS_WORD`; an
-# address takes two words. The first address is that of this device's exchange memory. Then come the
-# addresses of all devices by rank.
+# address takes two words. The first address is the address of this device's exchange memory. The
+# addresses of the exchange memories of all devices follow, by rank.
 LOST_PEER_WORD, RANK_WORD, MAX_POLLS_WORD = range(3)
 FIRST_ADDRESS_WORD = 4
-# `NAN_WORD` holds two bfloat16 NaNs. The kernel stores it instead of data that equals `EMPTY_WORD`.
+# `NAN_WORD` holds two bfloat16 NaNs. If a word of the data equals `EMPTY_WORD`, the kernel stores
+# `NAN_WORD` instead.
 NAN_WORD = 0x7FFF7FFF
 
 _WORDS_PER_CHUNK = CHUNK_BYTES // 4

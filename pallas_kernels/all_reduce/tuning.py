@@ -7,16 +7,16 @@ docs/kernels/all_reduce.md lists measured times.
 import math
 from dataclasses import dataclass
 
-# Each device sends its whole payload to every other device, so the maximum size of a payload is
-# this number of bytes divided by the number of devices. For larger payloads XLA's collectives are
-# faster, since they send each device only a part.
+# Each device sends its whole payload to every other device. The maximum size of a payload is
+# therefore this number of bytes divided by the number of devices. For larger payloads, XLA's
+# collectives are faster, because they send only a part of the payload to each device.
 MAX_EXCHANGED_BYTES = 4 * 2**20
 CHUNK_BYTES = 16  # A thread loads `CHUNK_BYTES` bytes at a time.
 MAX_PROGRAMS = 128  # All programs must run concurrently, and most GPUs have at least 128 SMs.
 MAX_WARP_GROUPS = 4
 # A thread has at most `MAX_LOADS` loads in flight.
 MAX_LOADS = 8
-# `device_sum_norm` has one program per row, so the limit is `MAX_PROGRAMS`.
+# `device_sum_norm` has one program per row, so the maximum number of rows is `MAX_PROGRAMS`.
 MAX_NORM_ROWS = 128
 # A row of `device_sum_norm` has at most `MAX_NORM_WIDTH` columns, two chunks per thread.
 MAX_NORM_WIDTH = 8192

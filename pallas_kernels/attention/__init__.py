@@ -63,7 +63,8 @@ def paged_decode_attention(
         soft_cap: If set, each score becomes `soft_cap * tanh(score / soft_cap)`.
         sliding_window: If set, the token at position p sees the keys at positions greater than
             p - sliding_window and at most p.
-        scales: Scales of an FP8 pool: stored keys and values are multiplied by them. None: 1.
+        scales: Scales of an FP8 pool, by which stored keys and values are multiplied. None means
+            scales of 1.
 
     Returns:
         Attention outputs [B, N, H] in the dtype of q. Padding rows are zeros.
@@ -407,7 +408,7 @@ def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, bac
 
 
 def check_attention_context(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
-    """Check the pool, its head size for the backend, the sequences, and the score options."""
+    """Check pool, sequences and score options, and whether the backend supports the head size."""
     head_size, max_head_size = checks.check_pool(kv)["H"], backend.max_head_size
     if max_head_size is not None and head_size > max_head_size:
         raise ValueError(

@@ -30,10 +30,10 @@ this input once for all launches of a program.
 With `into`, q's first rows belong to the sequences, in order. The kernel writes the outputs of
 sequences that have keys into `into`, in place, and leaves all other rows of `into` unchanged.
 
-With Q queries per sequence (`DecodeSpec.num_queries`), the query heads of a KV head are those of
-all Q tokens, token by token. The program reads each key tile once for all of them. Query j is at
-position `seq_len - Q + j` and sees the keys up to its own position. While the group of heads has
-fewer than 16 rows, further queries cost no tensor-core work.
+With Q queries per sequence (`DecodeSpec.num_queries`), a program handles the query heads of all Q
+tokens, token by token. It reads each key tile once for all of these heads. Query j is at position
+`seq_len - Q + j` and sees the keys up to its own position. While the group of heads has fewer than
+16 rows, further queries cost no tensor-core work.
 
 KV heads are the first axis of the grid, so that concurrent programs read neighbouring columns of
 the same pool rows. Split-KV: Flash-Decoding (Dao et al. 2023). Online softmax: arXiv:1805.02867.
@@ -132,7 +132,8 @@ def paged_verify_attention(q, kv, block_tables, seq_lens, *, scales=None, **opti
     """
     batch, num_queries, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    # The kernel expects the query heads of a KV head in consecutive rows, for all queries together.
+    # The kernel expects consecutive rows for the query heads of a KV head, so move the axis of
+    # queries behind the axis of KV heads.
     by_kv_head = q.reshape(batch, num_queries, num_kv_heads, -1, head_size).swapaxes(1, 2)
     rows = by_kv_head.reshape(-1, head_size)
     options |= {"num_queries": num_queries}
@@ -175,8 +176,8 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
         row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
         scratch = [jax.ShapeDtypeStruct((*row.shape, rows.shape[1]), jnp.float32), row, row]
-    # The kernel's inputs start with two pools, block tables, plan and `inputs`. The last array of
-    # `inputs` may be `into`.
+    # The call below passes the two pools, the block tables and the plan before `inputs`. If the
+    # kernel writes in place, the last array of `inputs` is `into`.
     aliases = {index: index + 1 for index in range(len(new_pools))}
     if spec.in_place:
         aliases[len(pools) + 1 + len(inputs)] = 0
@@ -232,8 +233,9 @@ def decode_plan(block_tables, seq_lens, spec):
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
-    # The last split of a sequence may be shorter than the others, so each sequence may have one
-    # split more than with an even division.
+    # If the tiles could be divided evenly, there would be at most `_max_even_splits` splits. The
+    # last split of a sequence may be shorter than the others, which adds at most one split per
+    # sequence.
     max_items = min(batch * config.num_splits, _max_even_splits(batch, spec) + batch)
     item = jnp.arange(max_items, dtype=jnp.int32)
     owns = (first_item[None, :] <= item[:, None]) & (item[:, None] < (first_item + used)[None, :])
@@ -265,11 +267,10 @@ def _first_items_longest_first(tiles, used):
 
 
 def _even_split_tiles(tiles, spec):
-    """Return a number of key tiles per split, with which the programs get equal shares of the whole
-    batch.
+    """Return the number of key tiles per split that divides the batch evenly among the programs.
 
-    `tiles` [B] are the numbers of key tiles of the sequences. With `split_percent_of_mean`, return
-    that percentage of the mean length instead.
+    `tiles` [B] are the numbers of key tiles of the sequences. If the config sets
+    `split_percent_of_mean`, a split has that percentage of the mean length instead.
     """
     if spec.config.split_percent_of_mean is None:
         return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
@@ -280,9 +281,9 @@ def _even_split_tiles(tiles, spec):
 def _min_split_tiles(tiles, spec):
     """Return the minimum number of key tiles per split [B], for sequences of `tiles` [B] tiles.
 
-    A sequence may have at most `num_splits` splits. If splits of one tile would need a second merge
-    step, the minimum is two tiles, because a merge step takes longer than the computation of a
-    tile.
+    A sequence may have at most `num_splits` splits. With splits of one tile, a long sequence would
+    need a second merge step. The minimum is then two tiles, because a merge step takes longer than
+    the computation of a tile.
     """
     min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))
@@ -299,7 +300,7 @@ def _max_even_splits(batch, spec):
 def _visible_tiles(seq_lens, spec):
     """Return each sequence's range (start [B], stop [B]) of key tiles that the queries see.
 
-    Keys of new tokens that are not in the pool yet do not count.
+    Only keys that are already in the pool count.
     """
     tile = spec.config.tile_tokens
     end = (seq_lens + (tile - 1 - spec.num_new_tokens)) // tile
@@ -432,8 +433,8 @@ def _is_last_program(counters_ref, counter, count, spec):
 def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
     tile_ops.store_rows(partials[0], rows, out, live)
-    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
-    # interpreter ignores rows past the end of the array, so give masked rows an index there.
+    # The Pallas interpreter also stores masked rows, and could overwrite new values with old ones.
+    # It ignores rows past the end of the array, so masked rows get an index past the end.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
     plgpu.store(partials[2].at[rows], row_sum, mask=live)
@@ -573,8 +574,9 @@ def _rope_columns(size, width):
     """Return three index arrays [width], which give the columns that rotary embedding combines for
     each column of a head.
 
-    The arrays are the columns themselves; the columns c + size / 2 or c - size / 2 that are rotated
-    with them; and the columns of the cosines and sines.
+    For a column c of the head, the first array holds c. The second array holds the column that is
+    rotated together with c: c + size / 2 or c - size / 2. The third array holds the column of the
+    cosine and the sine.
     """
     half, column = size // 2, jnp.arange(width, dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)

@@ -67,8 +67,8 @@ _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 _STRIP_COLUMNS = 8
 # The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
 _RESCALE_THRESHOLD_LOG2 = 8.0
-# Each tile has `_NUM_FIELDS` int32 words of metadata. The metadata array begins with `_NUM_FIELDS`
-# words, of which the first is the number of tiles.
+# Each tile has `_NUM_FIELDS` int32 words of metadata. The metadata array begins with a header of
+# `_NUM_FIELDS` words; its first word is the number of tiles.
 _NUM_FIELDS = 8
 # The metadata array has at least `_MIN_METADATA_SIZE` int32 words, which is enough for 256
 # sequences of 128 blocks.
@@ -478,7 +478,7 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Zero the value rows from `live` on if the sequence ends inside a block.
+            """Set the rows of values from row `live` on to 0 if the sequence ends inside a block.
 
             Both consumer warpgroups write the same zeros, so they need no barrier.
             """
@@ -598,8 +598,8 @@ def _any_positive_in_warp(array):
     """Return 1 in each warp that has a positive number in [CONSUMER_ROWS, _STRIP_COLUMNS], else 0.
 
     Warps may get different results, so code that depends on the result must not wait for other
-    warps. NaN counts as not positive: a thread holds numbers of two rows, and a NaN in a row that
-    is not part of the tile must not affect the other row.
+    warps. NaN counts as not positive: a thread holds numbers of two rows. A NaN in a row outside
+    the tile must not affect the other row.
     """
 
     def body(_, array):

@@ -20,10 +20,11 @@ scores, the scale of the values the output. For 16-bit queries the converted dty
 represents every float8_e4m3fn number, and one instruction converts a pair. A conversion to bfloat16
 takes three more instructions of a slow unit. Queries beyond 65,504 overflow in float16.
 
-An FP8 pool stores two neighbouring columns as one 16-bit number, because the operands of a tensor
-core move through shared memory in units of at least 16 bits. Separate bytes would be slow for
-values, which are summed over keys. The kernels therefore multiply even and odd columns separately:
-a tile of an FP8 pool is a tuple of two parts, and a tile of any other pool is a tuple of one part.
+An FP8 pool stores two neighbouring columns as one 16-bit number. The reason is that the operands of
+a tensor core move through shared memory in units of at least 16 bits. Separate bytes would be slow
+for values, which are summed over keys. The kernels therefore multiply even and odd columns
+separately: a tile of an FP8 pool is a tuple of two parts, and a tile of any other pool is a tuple
+of one part.
 """
 
 import dataclasses
@@ -121,8 +122,8 @@ def load_rows(ref, rows, width, live=None):
 
 def store_rows(ref, rows, value, live):
     """Store a tile into the given rows of a matrix where `live` is true, in the matrix's dtype."""
-    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
-    # interpreter ignores rows past the end of the matrix, so give masked rows an index there.
+    # The Pallas interpreter also stores masked rows, and could overwrite new values with old ones.
+    # It ignores rows past the end of the matrix, so masked rows get an index past the end.
     rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
@@ -141,7 +142,7 @@ def split_parts(x, spec):
 
 
 def join_parts(parts):
-    """Join the parts that `split_parts` returned to a whole tile."""
+    """Return the tile whose parts (see `split_parts`) are given."""
     if len(parts) == 1:
         return parts[0]
     pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
@@ -183,7 +184,7 @@ def _extract_pair_part(pairs, part):
 
 
 def repeat_rows(x, repeats):
-    """Repeat each entry along axis 0 `repeats` times in a row, as `jnp.repeat` does.
+    """Repeat each entry along axis 0 `repeats` times, as `jnp.repeat` does.
 
     Triton needs powers of two for the length of the axis and for `repeats`.
     """
@@ -205,7 +206,7 @@ def begin_folds(q, carry, spec):
 
 
 def end_folds(carry, v_scale=None):
-    """Convert the result of `fold_keys` back to (max, sum, output) with a full-width output.
+    """Return the result of `fold_keys`, with the parts of the output joined to one tile.
 
     `v_scale`, if not None, is the scale of the values of an FP8 pool: the output is multiplied by
     it.
@@ -227,9 +228,9 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
         head: Index of the KV head.
         positions: Positions of the keys.
         live: Whether each position exists in the sequence. Keys and values at other positions are
-            loaded as zeros. None: all positions exist.
-        mask: Function that returns which keys each row sees [rows, keys]. None: all rows see all
-            keys.
+            loaded as zeros. None means that all positions exist.
+        mask: Function that returns which keys each row sees [rows, keys]. None means that all rows
+            see all keys.
         spec: Static parameters of the kernel.
         k_scale: Scale of the keys of an FP8 pool, else None.
 

@@ -82,7 +82,8 @@ def tile_map(
     tiles = jnp.arange(max_tiles(num_tokens, seq_lens.shape[0], tile_size), dtype=jnp.int32)
     starts = first_tiles(query_start_loc, tile_size)
     sequence = jnp.searchsorted(starts[1:], tiles, side="right", method="compare_all")
-    # In the next line, index B means the padding rows after the last sequence.
+    # Sequences have the indices 0 to B - 1. Tiles of the padding rows after the last sequence get
+    # the index B.
     sequence = sequence.astype(jnp.int32)
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
@@ -141,7 +142,8 @@ def window_map(
     lasts = jnp.cumsum(counts)
     tiles = jnp.arange(-(-num_tokens // window) + batch, dtype=jnp.int32)
     owner = jnp.searchsorted(lasts, tiles, side="right", method="compare_all").astype(jnp.int32)
-    # The sequence index `batch` means the padding rows after the last sequence.
+    # Sequences have the indices 0 to `batch` - 1. Tiles of the padding rows after the last sequence
+    # get the index `batch`.
     owner = jnp.minimum(owner, batch)
     first_row = (first_window[owner] + tiles - (lasts - counts)[owner]) * size
     end = jnp.clip(ends[owner] - first_row, 0, window)

@@ -31,7 +31,8 @@ class DecodeConfig:
         num_stages: Pipeline stages of the loads.
         target_programs: Number of programs over which a small batch is divided evenly.
         split_percent_of_mean: Length of a split in percent of the mean sequence length, for batches
-            that fill the GPU: only longer sequences are split. None: use `target_programs`.
+            that fill the GPU: only longer sequences are split. If it is None, `target_programs`
+            determines the splits.
     """
 
     tile_tokens: int
@@ -97,8 +98,8 @@ def decode_config(
     """
     tile = _key_tile(head_size, itemsize)
     # About two programs per SM saturate the memory bandwidth. A batch of the smallest bucket may
-    # have a single sequence, so choose the splits for one row. A split without keys costs little
-    # time.
+    # have a single sequence, so choose as many splits as one sequence needs. Splits without keys
+    # cost little time.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = pl.next_power_of_2(-(-2 * REFERENCE_NUM_CORES // (rows * num_kv_heads)))
     programs, fills_gpu = batch * num_kv_heads, wanted == 1
@@ -106,7 +107,8 @@ def decode_config(
         # With smaller tiles, more programs fit on an SM. 64 FP8 keys have as many bytes as 32
         # bfloat16 keys.
         tile = min(tile, 32 if itemsize > 1 else 64)
-    # Allow at least 8 splits, so that one long sequence among short ones can use them.
+    # Allow at least 8 splits per sequence, so that a long sequence in a batch of short sequences is
+    # divided among several programs.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
     config = DecodeConfig(
         tile,
@@ -170,9 +172,8 @@ def widening_config(
     """Return the launch parameters of widen_triton.py for a step of `num_tokens` new tokens.
 
     `max_blocks` is at least twice the number of blocks that the new tokens fill. The result does
-    not depend on the batch size, so steps of different batch sizes share kernels. The result does
-    not depend on the pool size either, because the memory of a step must be known before the size
-    of the pool is chosen.
+    not depend on the batch size, so steps of different batch sizes share kernels. It does not
+    depend on the pool size either, because the pool gets the memory that the steps leave.
 
     Args:
         num_tokens: Number of new tokens in the step.

@@ -81,7 +81,8 @@ def route(
             experts only.
         normalize: Whether the weights of a token are divided by their sum.
         scale: Factor that multiplies every routing weight; None for no factor.
-        num_tokens: Number of tokens; later rows are padding, and hit no expert. None: no padding.
+        num_tokens: Number of tokens; later rows are padding, and hit no expert. None means no
+            padding.
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
         backend: The implementation to run.
@@ -247,7 +248,7 @@ def _select(
     config = tuning.experts_config(gemm)
     if config is not None:
         return hopper, {"config": config}
-    if batch_invariant:  # Triton uses different instructions for few rows and for many rows.
+    if batch_invariant:  # The Triton kernel is not batch-invariant.
         raise ValueError(
             f"no batch-invariant kernel multiplies {weight.dtype} by experts of {depth} x "
             f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
@@ -321,7 +322,7 @@ def scaled_expert_gated_gemm(
 ) -> Float[Array, "R F"]:
     """Run `expert_gated_gemm` with FP8 matrices that have one scale per row.
 
-    The products are those of `scaled_gemm`, in float32. The activation computes in float32.
+    Each product equals the result of `scaled_gemm` in float32. The activation computes in float32.
 
     Args:
         x: Rows of the tokens, in FP8 (e4m3).
@@ -361,7 +362,7 @@ def scaled_expert_down_gemm(
 ) -> Float[Array, "T D"]:
     """Run `expert_down_gemm` with FP8 matrices that have one scale per row.
 
-    The products are those of `scaled_gemm`, in float32.
+    Each product equals the result of `scaled_gemm` in float32.
 
     Args:
         x: Result of `scaled_expert_gated_gemm`, in FP8 (e4m3).
@@ -396,8 +397,8 @@ def block_scaled_expert_gated_gemm(
 ) -> Float[Array, "R F"]:
     """Run `expert_gated_gemm` with FP8 matrices that have scales of groups and blocks.
 
-    The products are those of `block_scaled_gemm`, in float32. See `scaled_expert_gated_gemm` for
-    the other arguments, the result and the errors.
+    Each product equals the result of `block_scaled_gemm` in float32. See `scaled_expert_gated_gemm`
+    for the other arguments, the result and the errors.
 
     Args:
         x, weight: Matrices in FP8 (e4m3).
@@ -427,8 +428,8 @@ def block_scaled_expert_down_gemm(
 ) -> Float[Array, "T D"]:
     """Run `expert_down_gemm` with FP8 matrices that have scales of groups and blocks.
 
-    The products are those of `block_scaled_gemm`, in float32. See `scaled_expert_down_gemm` for the
-    other arguments and the errors, and `block_scaled_expert_gated_gemm` for the scales.
+    Each product equals the result of `block_scaled_gemm` in float32. See `scaled_expert_down_gemm`
+    for the other arguments and the errors, and `block_scaled_expert_gated_gemm` for the scales.
     """
     check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, grouped=True)
     if not x.size:

@@ -7,8 +7,8 @@ packs the tiles. One program computes:
         sums += x tile @ weight tile.T    times the scales of the group, if groups have scales
     out = activation(sums)                after the scales of rows and outputs, if they have scales
 
-The gated GEMM loads the rows of the tokens through `Routing.order`. The tiles are converted to
-float16 before the product, which is exact, and which one instruction does for two numbers.
+The gated GEMM loads the rows of the tokens through `Routing.order`. The program converts the tiles
+to float16 before the product. This conversion is exact, and one instruction converts two numbers.
 """
 
 import functools
@@ -29,8 +29,8 @@ from pallas_kernels.experts.triton import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-_COLUMNS = 64  # divides the size of a block of weight scales
-_DEPTH = 64  # divides the size of a group
+_COLUMNS = 64  # columns per tile; the size of a block of weight scales is a multiple of this number
+_DEPTH = 64  # depth of a step; the size of a group is a multiple of this number
 _PRODUCT_DTYPE = jnp.float16
 
 
@@ -151,7 +151,7 @@ def _kernel(
             return load(weight_ref, index, broadcast(is_column, 0, shape), inner)
 
         def group_scales(step):
-            """Return the scales of the rows in the step's group, times each factor's scale."""
+            """Return (row scales * weight scale) for each factor, in the step's group."""
             group = lax.div(step, jnp.int32(FP8_GROUP_SIZE // _DEPTH))
             source = x_scale_ref.at[jnp.full_like(x_rows, group), x_rows]
             row_scales = plgpu.load(source, mask=is_row, other=0)

@@ -11,14 +11,14 @@ product for one tile and one block of columns. Each program, one per SM, compute
             out rows = activation(sums).T, stored through shared memory
 
 The product is transposed, as in the few-rows kernel of `gemm/hopper.py`: the weight's columns take
-the place of the rows of the tensor core, so a tile may have only 8 rows. The loader fetches the
-next item while the consumers store the current item.
+the place of the rows of the tensor core, so a tile may have only 8 rows.
 
 The copy engine copies the weights. In the gated GEMM, the rows of a tile are not adjacent in x, and
 the copy engine of Hopper GPUs copies only ranges of rows. The loader's threads therefore gather
 these rows with asynchronous copies of 16 bytes. In the down GEMM, a tile is a range of rows, which
 the copy engine copies. Rows past the end of a tile may hold any numbers; they are multiplied but
-not stored.
+not stored. `hopper_pipeline.py` has the loops of the loader and of the consumers. The FP8 kernel
+shares `multiply_rows` and `ProgramItems`.
 
 Each row of the product depends only on its own row of x, and the order of its sums depends only on
 the depth. A row's bits are therefore the same for every number of rows and every tile size.
@@ -26,6 +26,9 @@ the depth. A row's bits are therefore the same for every number of rows and ever
 
 import functools
 import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +38,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import hopper_ops as ops
+from pallas_kernels import hopper_pipeline as pipelines
 from pallas_kernels.experts import triton
 from pallas_kernels.experts.triton import HEADER_SIZE, TILE_FIELDS
 from pallas_kernels.experts.tuning import ExpertsConfig
-from pallas_kernels.gemm.hopper import TILE, accumulate_steps, check_whole_tiles
+from pallas_kernels.gemm.hopper import TILE
 
 _WARP_GROUP_SIZE = 128  # threads
 _CHUNKS_PER_ROW = 8  # A stage has 128 bytes of each row, which are 8 chunks of 16 bytes.
@@ -47,93 +51,278 @@ _ROWS_PER_GATHER = _WARP_GROUP_SIZE // _CHUNKS_PER_ROW
 
 def expert_gated_gemm(x, weight, routing, *, config: ExpertsConfig):
     """Run the public op `expert_gated_gemm` in Mosaic GPU."""
-    num_choices = routing.experts.shape[1]
-    return _expert_gemm(
-        x,
-        weight,
-        expert_tiles(routing, config),
-        routing.order,
-        num_choices=num_choices,
-        dtype=x.dtype,
-        config=config,
-    )
+    return _multiply(x, weight, routing, gated=True, config=config)
 
 
 def expert_down_gemm(x, weight, routing, *, config: ExpertsConfig):
     """Run the public op `expert_down_gemm` in Mosaic GPU."""
-    tiles = expert_tiles(routing, config)
-    rows = _expert_gemm(x, weight, tiles, num_choices=None, dtype=x.dtype, config=config)
+    rows = _multiply(x, weight, routing, gated=False, config=config)
     return triton.combine_rows(rows, *triton.choices(routing), dtype=x.dtype)
 
 
-def expert_tiles(routing, config: ExpertsConfig):
-    """Return the list of tiles of a routing; both GEMMs of a layer use it."""
-    return triton.expert_tiles(
-        routing.offsets, num_rows=routing.order.shape[0], tile_rows=config.tile_rows
-    )
+def _multiply(x, weight, routing, *, gated, config):
+    weight_tiles = config.num_blocks, config.num_consumers, TILE, TILE
+    options = {"gated": gated, "dtype": x.dtype, "config": config}
+    return multiply_rows(_kernel, (x, weight), routing, weight_tiles=weight_tiles, **options)
 
 
-# Because of this `jit`, layers with the same shapes share one trace and one lowering.
-@functools.partial(jax.jit, static_argnames=("num_choices", "dtype", "config"))
-def _expert_gemm(x, weight, tiles, order=None, *, num_choices, dtype, config):
-    """Return the rows [R, width] of the product, sorted by expert.
+def multiply_rows(body, operands, routing, *, gated, weight_tiles, dtype, config: ExpertsConfig):
+    """Return the rows [R, width] of the product of an expert kernel, sorted by expert.
 
     Args:
-        x: Rows of the tokens [T, D] if `order` is given, else rows [R, D] sorted by expert.
-        weight: Weights of all experts [E, D, width], or [E, D, 2 width] if `order` is given.
-        tiles: Result of `expert_tiles`. Rows of the product that are in no tile are undefined.
-        order: Pair index of each row. If given, the product is gated.
-        num_choices: Number of pairs per token; None without `order`.
+        body: Body of the kernel: a function of this module or of the FP8 module that takes the
+            `ProgramItems`, the references of the operands after x, and `weight_smem`.
+        operands: Rows, weights of all experts, and for FP8 the scales of both. The rows are those
+            of the tokens if `gated`, else sorted by expert.
+        routing: The `Routing`. Rows of the product that are in no tile are undefined.
+        gated: Whether the weights hold gate and up, and the product is gated.
+        weight_tiles: Shape of the tiles of the weight in a stage; the last axis is the depth.
         dtype: Dtype of the product.
         config: Launch parameters.
     """
-    depth, num_experts, is_gated = x.shape[1], weight.shape[0], order is not None
-    num_consumers, num_blocks, tile_rows = config.num_consumers, config.num_blocks, config.tile_rows
-    width = weight.shape[2] // (1 + is_gated)
-    tile_columns = num_consumers * TILE * (1 if is_gated else num_blocks)
-    check_whole_tiles((tile_rows, depth, width), (8, TILE, tile_columns), config.num_stages, True)
-    num_rows = x.shape[0] if order is None else order.shape[0]
+    num_rows = routing.order.shape[0]
+    tiles = triton.expert_tiles(routing.offsets, num_rows=num_rows, tile_rows=config.tile_rows)
+    order, num_choices = (routing.order, routing.experts.shape[1]) if gated else (None, None)
+    options = {"num_choices": num_choices, "dtype": dtype, "config": config}
+    return _expert_gemm(operands, tiles, order, body=body, weight_tiles=weight_tiles, **options)
+
+
+# Because of this `jit`, layers with the same shapes share one trace and one lowering.
+@functools.partial(
+    jax.jit, static_argnames=("body", "weight_tiles", "num_choices", "dtype", "config")
+)
+def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dtype, config):
+    """Run the kernel of `multiply_rows`; `order` and `num_choices` are None unless gated."""
+    (x, weight, *scales), is_gated, name = operands, order is not None, "expert_gemm_hopper"
+    num_stages, num_consumers, tile_rows = config.num_stages, config.num_consumers, config.tile_rows
+    depth, stage_depth = x.shape[1], weight_tiles[-1]
+    width = weight.shape[1] * weight.shape[2] // depth // (1 + is_gated)
+    tile_columns = num_consumers * TILE * (1 if is_gated else config.num_blocks)
+    sizes, tile = (tile_rows, depth, width), (8, stage_depth, tile_columns)
+    pipelines.check_whole_tiles(sizes, tile, num_stages, True)
+    num_rows = order.shape[0] if is_gated else x.shape[0]
     # The output has at least one whole tile, because a copy must not be larger than its array.
     num_padded_rows = max(tile_rows, num_rows)
-    if order is None and num_rows < tile_rows:
+    if not is_gated and num_rows < tile_rows:
         x = jnp.pad(x, ((0, tile_rows - num_rows), (0, 0)))
-    x_shape = config.num_stages, tile_rows, TILE
-    call = plgpu.kernel(
-        functools.partial(_kernel, num_choices=num_choices, config=config),
+    weight = weight.reshape(-1, weight.shape[2])
+    if scales:
+        scales, name = [scales[0].T, scales[1].reshape(-1)], "fp8_" + name
+    x_shape, out_shape = (num_stages, tile_rows, stage_depth), (num_consumers, tile_rows, TILE)
+
+    def kernel(x_ref, *refs, ring, x_smem, weight_smem, out_smem):
+        num_weights = 1 + len(scales)
+        tiles_ref, *order_refs, out_ref = refs[num_weights:]
+        items = ProgramItems(
+            ring=ring,
+            x_ref=x_ref,
+            tiles_ref=tiles_ref,
+            order_ref=order_refs[0] if is_gated else None,
+            out_ref=out_ref,
+            x_views=x_smem,
+            out_views=out_smem,
+            num_choices=num_choices,
+            tile_columns=tile_columns,
+            config=config,
+        )
+        body(items, *refs[:num_weights], weight_smem=weight_smem)
+
+    call = pipelines.pipelined_kernel(
+        kernel,
         out_type=jax.ShapeDtypeStruct((num_padded_rows, width), dtype),
-        grid=(config.num_programs,),
-        grid_names=("program",),
-        num_threads=num_consumers + 1,
-        thread_name="warp_group",
-        scratch_types={
+        grid={"program": config.num_programs},
+        num_consumers=num_consumers,
+        num_stages=num_stages,
+        num_copies=math.prod(weight_tiles[:-2]) + 1,
+        scratch={
             # `x_smem` has two views of the same memory. The tensor core reads swizzled tiles of 8
             # rows. The loader writes bytes (gated) or rows.
             "x_smem": plgpu.RefUnion(
                 ops.swizzled_smem(x_shape, x.dtype),
-                plgpu.SMEM(x_shape, x.dtype) if is_gated else row_smem(x_shape, x.dtype),
+                plgpu.SMEM(x_shape, x.dtype) if is_gated else _row_smem(x_shape, x.dtype),
             ),
-            "weight_smem": ops.swizzled_smem(
-                (config.num_stages, num_blocks, num_consumers, TILE, TILE), x.dtype
-            ),
+            "weight_smem": ops.swizzled_smem((num_stages, *weight_tiles), x.dtype),
             # `out_smem` has two views of the same memory. The consumers write tiles. The copy
             # engine reads rows, so that any number of rows can be copied.
-            "out_smem": plgpu.RefUnion(
-                tile_smem((num_consumers, tile_rows, TILE), dtype),
-                row_smem((num_consumers, tile_rows, TILE), dtype),
-            ),
-            "full": plgpu.Barrier(
-                num_arrivals=num_blocks * num_consumers + 1, num_barriers=config.num_stages
-            ),
-            "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=config.num_stages),
+            "out_smem": plgpu.RefUnion(_tile_smem(out_shape, dtype), _row_smem(out_shape, dtype)),
         },
-        compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="expert_gated_gemm_hopper" if is_gated else "expert_gemm_hopper",
+        name=name.replace("gemm", "gated_gemm") if is_gated else name,
     )
-    arguments = x, weight.reshape(num_experts * depth, -1), tiles
-    return call(*arguments, *(() if order is None else (order,)))[:num_rows]
+    return call(x, weight, *scales, tiles, *([order] if is_gated else []))[:num_rows]
 
 
-def tile_smem(shape, dtype):
+def _kernel(items, weight_ref, *, weight_smem):
+    (num_blocks, num_consumers), depth = weight_smem.shape[1:3], items.x_ref.shape[1]
+    tile_rows, consumer = items.config.tile_rows, items.ring.warp_group
+    # The two blocks of a gated consumer are columns of gate and the same columns of up.
+    block_stride = items.out_ref.shape[1] if items.is_gated else num_consumers * TILE
+    # The loader gives registers to the consumers only if there are two consumers. With one
+    # consumer, each thread already has the maximum of 255 registers.
+    moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
+    pipeline = items.pipeline(depth // TILE, moves_registers=moves_registers)
+
+    def load(item, step, stage):
+        depth_slice = pl.ds(item.expert * depth + step * TILE, TILE)
+        for block, consumer in itertools.product(range(num_blocks), range(num_consumers)):
+            first = item.column + block * block_stride + consumer * TILE
+            stage.copy(weight_ref.at[depth_slice, pl.ds(first, TILE)], weight_smem, block, consumer)
+        if items.is_gated:
+            items.gather_rows(item, step, stage)
+        else:
+            items.copy_rows(item, pl.ds(step * TILE, TILE), stage)
+
+    def operands(stage):
+        x_tile = items.x_views[0].at[stage].transpose((1, 0))
+        weights = [weight_smem.at[stage, block, consumer] for block in range(num_blocks)]
+        return [(weight.transpose((1, 0)), x_tile) for weight in weights]
+
+    def compute(steps):
+        item = steps.locate()
+        results = steps.accumulate(operands, (TILE, tile_rows), num_blocks)
+        results = [pipelines.apply_activation(results)] if items.is_gated else results
+        items.store(
+            results, item, lambda block: item.column + block * block_stride + consumer * TILE
+        )
+
+    @pipeline.loader
+    def _load():
+        pipeline.load_tiles(load)
+        items.finish_gathers(pipeline)
+
+    pipeline.consumers(lambda: pipeline.compute_tiles(compute))
+
+
+class Item(NamedTuple):
+    """The part of the product for one tile of rows and one block of columns.
+
+    Attributes:
+        expert: Index of the expert.
+        row, count: First sorted row and number of rows of the tile.
+        column: First column of the block.
+    """
+
+    expert: Any
+    row: Any
+    count: Any
+    column: Any
+
+
+@dataclass(frozen=True)
+class ProgramItems:
+    """The items of a program of an expert kernel, the rows that it loads, and its output.
+
+    Attributes:
+        ring: Stages of the program.
+        x_ref: Rows of the tokens, or rows sorted by expert.
+        tiles_ref: Result of `triton.expert_tiles`.
+        order_ref: Pair index of each sorted row; None if x is sorted.
+        out_ref: The output.
+        x_views: Shared memory of the rows of all stages: for the tensor core, and for the loader.
+        out_views: Shared memory of the output of all consumers: for the consumers, and for the copy
+            engine.
+        num_choices: Number of pairs per token; None if x is sorted.
+        tile_columns: Number of columns of an item.
+        config: Launch parameters.
+    """
+
+    ring: Any
+    x_ref: Any
+    tiles_ref: Any
+    order_ref: Any
+    out_ref: Any
+    x_views: Any
+    out_views: Any
+    num_choices: int | None
+    tile_columns: int
+    config: ExpertsConfig
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the product is gated, and the rows of x are gathered."""
+        return self.order_ref is not None
+
+    @property
+    def _gathers_ahead(self) -> int:
+        """Number of stages whose gathers may be pending when the loader fills a stage.
+
+        A consumer releases a stage only after the next stage is filled, so it is at most the number
+        of stages minus 2.
+        """
+        return self.config.num_stages - 2
+
+    def pipeline(self, num_steps, *, moves_registers) -> pipelines.Pipeline:
+        """Return the pipeline that computes the items.
+
+        Args:
+            num_steps: Number of steps along the depth.
+            moves_registers: Whether the loader gives registers to the consumers.
+        """
+        program, num_programs = lax.axis_index("program"), self.config.num_programs
+        num_columns = self.out_ref.shape[1] // self.tile_columns
+        num_items = self.tiles_ref[0] * num_columns
+
+        def locate(index):
+            item = index * num_programs + program
+            tile = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
+            column = lax.rem(item, jnp.int32(num_columns)) * self.tile_columns
+            expert, row, count = (self.tiles_ref[tile + field] for field in range(3))
+            return Item(expert, row, count, column)
+
+        num_tiles = pipelines.tiles_of_program(program, num_programs, num_items)
+        registers = (56, 224) if moves_registers else None
+        return pipelines.Pipeline(self.ring, num_steps, num_tiles, locate, registers)
+
+    def copy_rows(self, item, depth_slice, stage):
+        """Start to copy the rows of an item from sorted rows."""
+        rows = pl.ds(item.row, self.config.tile_rows)
+        stage.copy(self.x_ref.at[rows, depth_slice], self.x_views[1])
+
+    def gather_rows(self, item, step, stage):
+        """Start to gather the rows of an item, and publish the rows of an earlier step."""
+        memory = self.order_ref, self.x_ref, self.x_views[1]
+        rows = item.row, item.count
+        _gather_rows(*memory, *rows, step, stage.index, num_choices=self.num_choices)
+
+        @pl.when(stage.number >= self._gathers_ahead)
+        def _publish():
+            _wait_for_gathers(self._gathers_ahead)
+            self._publish(stage.number - self._gathers_ahead)
+
+    def finish_gathers(self, pipeline):
+        """Publish the rows of the last steps; do nothing if the rows are not gathered."""
+        if not self.is_gated:
+            return
+        _wait_for_gathers(0)
+        total_steps = pipeline.num_tiles * pipeline.num_steps
+        first = jnp.maximum(total_steps - self._gathers_ahead, 0)
+        lax.fori_loop(first, total_steps, lambda number, _: self._publish(number), None)
+
+    def _publish(self, number):
+        """Tell the consumers that the rows of step `number` are in shared memory."""
+        stage = lax.rem(number, jnp.int32(self.config.num_stages))
+        plgpu.barrier_arrive(self.ring.full.at[stage])
+
+    def store(self, results, item, first_column):
+        """Round the transposed sums of a consumer, and start to store the rows of an item.
+
+        Args:
+            results: Sums of each block of columns.
+            item: The item.
+            first_column: Function that takes the index of a block, and returns the block's first
+                column in the output.
+        """
+        consumer = self.ring.warp_group
+        tile_out, row_out = (view.at[consumer] for view in self.out_views)
+        for block, result in enumerate(results):
+            result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+            # Wait until the previous copy has read the shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tile_out.transpose((1, 0))[...] = result.astype(self.out_ref.dtype)
+            plgpu.commit_smem()
+            _store_rows(row_out, self.out_ref, item.row, item.count, first_column(block))
+
+
+def _tile_smem(shape, dtype):
     """Return the type of shared memory for tiles [count, rows, columns].
 
     A tile is stored as chunks of columns, each with 128 bytes of every row.
@@ -143,8 +332,8 @@ def tile_smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def row_smem(shape, dtype):
-    """Return a type for the memory of `tile_smem` from which single rows can be copied.
+def _row_smem(shape, dtype):
+    """Return a type for the memory of `_tile_smem` from which single rows can be copied.
 
     The shape is [count, chunks * rows, columns of a chunk]; a row of this type has 128 bytes.
     """
@@ -156,135 +345,7 @@ def row_smem(shape, dtype):
     )
 
 
-def _kernel(
-    x_ref,
-    weight_ref,
-    tiles_ref,
-    *refs,
-    x_smem,
-    weight_smem,
-    out_smem,
-    full,
-    empty,
-    num_choices,
-    config,
-):
-    *order_refs, out_ref = refs
-    gated, (x_tiles, x_rows) = num_choices is not None, x_smem
-    warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
-    num_stages, num_blocks, num_consumers = weight_smem.shape[:3]
-    depth, width, tile_rows = x_ref.shape[1], out_ref.shape[1], config.tile_rows
-    num_steps, num_programs = depth // TILE, config.num_programs
-    # The two blocks of a gated consumer are columns of gate and the same columns of up.
-    block_stride = width if gated else num_consumers * TILE
-    tile_columns = num_consumers * TILE * (1 if gated else num_blocks)
-    num_columns = width // tile_columns
-    num_items = tiles_ref[0] * num_columns
-    num_rounds = lax.div(num_items + (num_programs - 1) - program, jnp.int32(num_programs))
-    gathers_ahead = num_gathers_ahead(num_stages)
-    # The loader gives registers to the consumers only if there are two consumers. With one
-    # consumer, each thread already has the maximum of 255 registers.
-    moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
-
-    def item_fields(round_index):
-        """Return the expert, first row, number of rows, and first column of the tile that this
-        program computes in a round."""
-        item = round_index * num_programs + program
-        tile = HEADER_SIZE + lax.div(item, jnp.int32(num_columns)) * TILE_FIELDS
-        column = lax.rem(item, jnp.int32(num_columns)) * tile_columns
-        return *(tiles_ref[tile + field] for field in range(3)), column
-
-    def stage_index(round_index, step):
-        return lax.rem(round_index * num_steps + step, jnp.int32(num_stages))
-
-    @pl.when(warp_group == num_consumers)
-    def _load():
-        if moves_registers:
-            plgpu.set_max_registers(56, action="decrease")
-
-        def load_item(round_index, _):
-            expert, row, count, column = item_fields(round_index)
-
-            def load(step, _):
-                stage, total_steps = stage_index(round_index, step), round_index * num_steps + step
-
-                @pl.when(total_steps >= num_stages)
-                def _wait():
-                    plgpu.barrier_wait(empty.at[stage])
-
-                depth_slice = pl.ds(expert * depth + step * TILE, TILE)
-                for block, consumer in itertools.product(range(num_blocks), range(num_consumers)):
-                    first = column + block * block_stride + consumer * TILE
-                    source = weight_ref.at[depth_slice, pl.ds(first, TILE)]
-                    target = weight_smem.at[stage, block, consumer]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[stage])
-                if not gated:
-                    source = x_ref.at[pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)]
-                    plgpu.copy_gmem_to_smem(source, x_rows.at[stage], full.at[stage])
-                    return
-                gather_rows(
-                    order_refs[0], x_ref, x_rows, row, count, step, stage, num_choices=num_choices
-                )
-
-                @pl.when(total_steps >= gathers_ahead)
-                def _publish():
-                    wait_for_gathers(gathers_ahead)
-                    earlier = lax.rem(total_steps - gathers_ahead, jnp.int32(num_stages))
-                    plgpu.barrier_arrive(full.at[earlier])
-
-            lax.fori_loop(0, num_steps, load, None)
-
-        lax.fori_loop(0, num_rounds, load_item, None)
-        if gated:
-            wait_for_gathers(0)
-            total_steps = num_rounds * num_steps
-
-            def publish(step, _):
-                plgpu.barrier_arrive(full.at[lax.rem(step, jnp.int32(num_stages))])
-
-            first = jnp.maximum(total_steps - gathers_ahead, 0)
-            lax.fori_loop(first, total_steps, publish, None)
-
-    @pl.when(warp_group < num_consumers)
-    def _compute():
-        if moves_registers:
-            plgpu.set_max_registers(224, action="increase")
-        tile_out, row_out = (view.at[warp_group] for view in out_smem)
-
-        def operands(stage):
-            x_tile = x_tiles.at[stage].transpose((1, 0))
-            weights = [weight_smem.at[stage, block, warp_group] for block in range(num_blocks)]
-            return [(weight.transpose((1, 0)), x_tile) for weight in weights]
-
-        def add_all(round_index, *sums):
-            own_stage = functools.partial(stage_index, round_index)
-            results = accumulate_steps(num_steps, own_stage, operands, full, empty, *sums)
-            plgpu.barrier_arrive(empty.at[stage_index(round_index, num_steps - 1)])
-            return results
-
-        def compute_item(round_index, _):
-            _, row, count, column = item_fields(round_index)
-            accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
-            add_own = functools.partial(add_all, round_index)
-            results = pl.run_scoped(add_own, *[accumulator] * num_blocks)
-            if gated:
-                # The next line computes silu(gate) * up. The gate must be finite.
-                gate, up = results
-                results = [gate * (up / (1 + jnp.exp(-gate)))]
-            for block, result in enumerate(results):
-                result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-                # Wait until the previous copy has read `out_smem`.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                tile_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
-                plgpu.commit_smem()
-                first = column + block * block_stride + warp_group * TILE
-                store_rows(row_out, out_ref, row, count, first)
-
-        lax.fori_loop(0, num_rounds, compute_item, None)
-        plgpu.wait_smem_to_gmem(0)
-
-
-def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
+def _gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choices):
     """Start to copy the rows of a tile to shared memory, for the columns of one step.
 
     Each thread copies 16 bytes of every 16th row. The rows are stored with the swizzle of
@@ -327,16 +388,7 @@ def gather_rows(order_ref, x_ref, x_smem, row, count, step, stage, *, num_choice
     ops.run_inline(body, *arguments, arg_types=types)
 
 
-def num_gathers_ahead(num_stages):
-    """Return the number of stages whose gathers may be pending when the loader fills a stage.
-
-    A consumer releases a stage only after the next stage is filled, so it is at most
-    `num_stages` - 2.
-    """
-    return num_stages - 2
-
-
-def wait_for_gathers(num_pending):
+def _wait_for_gathers(num_pending):
     """Wait until all gathers of this thread except the last `num_pending` are complete.
 
     A thread waits only for its own copies, so all threads must then arrive at the stage's barrier.
@@ -350,14 +402,14 @@ def wait_for_gathers(num_pending):
     ops.run_inline(body, arg_types=())
 
 
-def store_rows(row_out, out_ref, row, count, column):
+def _store_rows(row_out, out_ref, row, count, column):
     """Copy the first `count` rows of a tile to `out_ref`, at the given row and column.
 
     The size of a copy must be known at compile time. The rows are therefore copied in parts whose
     sizes are the powers of 2 that add up to `count`.
 
     Args:
-        row_out: The tile in shared memory, with the type that `row_smem` returns.
+        row_out: The tile in shared memory, with the type that `_row_smem` returns.
         out_ref: The output.
         row, count, column: First row, number of rows and first column of the tile in the output.
     """

@@ -20,15 +20,17 @@ from jax.experimental.pallas import triton as plgpu
 
 # The list of tiles starts with `HEADER_SIZE` int32 words; the first word is the number of tiles.
 HEADER_SIZE = 4
-# Then each tile has `TILE_FIELDS` int32 words: expert, first row, number of rows, an unused word.
+# After the header, the list of tiles has `TILE_FIELDS` int32 words per tile: expert, first row,
+# number of rows, and an unused word.
 TILE_FIELDS = 4
-# `sort_pairs` compares every pair with every pair. On an H100 it takes 1.2 us for 8 pairs, 21 us
-# for 8,192 and 62 us for 16,384. The kernels of XLA's sort take 8, 31 and 38 us.
+# `sort_pairs` compares every pair with every pair. On an H100, it takes 1.2 us for 8 pairs, 21 us
+# for 8,192 pairs, and 62 us for 16,384 pairs. XLA's sort takes 8, 31 and 38 us for the same numbers
+# of pairs.
 MAX_SORTED_PAIRS = 8192
 """Maximum number of pairs that `sort_pairs` is used for."""
-_NUMBERS_PER_PROGRAM = 16  # numbers that a program of `sort_pairs` computes
+_NUMBERS_PER_PROGRAM = 16  # A program of `sort_pairs` computes this many numbers.
 _MAX_KEYS = 512  # A step of `sort_pairs` reads at most `_MAX_KEYS` keys.
-_COMPARISONS_PER_THREAD = 64  # comparisons of a thread in a step of `sort_pairs`
+_COMPARISONS_PER_THREAD = 64  # per step of `sort_pairs`
 _TILES_PER_PROGRAM = 16
 _ELEMENTS_PER_WARP = 32 * 8  # A thread handles 8 elements, which are 16 bytes for 2-byte dtypes.
 _MAX_COLUMNS = 2048  # A step of a gather copies at most `_MAX_COLUMNS` columns.
@@ -60,10 +62,11 @@ def choose_experts(
     scale: float | None,
     interpret: bool,
 ):
-    """Return the weights [T, k] and the device's indices [T, k] of the most probable experts.
+    """Return the weights [T, k] and the local indices [T, k] of the most probable experts.
 
-    One program computes one row. A choice that hits no expert of the device has the index
-    `num_local_experts`. `pallas_kernels.experts.route` documents the arguments.
+    A local index counts from the first expert of the device. An expert that another device holds
+    has the index `num_local_experts`. One program computes one row. `pallas_kernels.experts.route`
+    documents the arguments.
     """
     num_rows = logits.shape[0]
     bounds = (
@@ -147,12 +150,12 @@ def _softmax(values, mask):
     """
     values = jnp.where(mask, values, -jnp.inf)
     powers = jnp.exp(values - jnp.max(values))
-    # On a GPU the maximum ignores NaN, but the sum does not.
+    # On a GPU, the maximum above ignores NaN, but this sum makes the result NaN.
     return jnp.where(mask, powers / jnp.sum(jnp.where(mask, powers, 0)), 0)
 
 
 def _ordered_keys(values):
-    """Return int32 keys that order like the float32 values; -0.0 equals 0.0, NaN is the highest."""
+    """Return int32 keys in the order of the float32 values; -0.0 equals 0.0, NaN is the highest."""
     bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ _MAX_KEY, bits)
     return jnp.where(values == values, keys, _MAX_KEY)
@@ -199,8 +202,8 @@ def _sort_kernel(experts_ref, order_ref, positions_ref, offsets_ref, *, num_keys
     index = jnp.arange(_NUMBERS_PER_PROGRAM, dtype=jnp.int32)
     index += pl.program_id(0) * _NUMBERS_PER_PROGRAM
     is_pair = index < num_pairs
-    # In interpret mode, a masked store rewrites the old value. So indices that are not stored are
-    # past the end of the array, where JAX ignores stores.
+    # In interpret mode, a masked store also writes, and could overwrite a new value with an old
+    # one. JAX ignores stores past the end of an array, so masked indices are past the end.
     expert = jnp.where(is_pair, num_offsets, index - num_pairs)
     bounds = jnp.where(is_pair, load_keys(index, is_pair), expert * num_pairs)
 
@@ -259,7 +262,7 @@ def expert_tiles(offsets, *, num_rows: int, tile_rows: int, interpret: bool = Fa
         interpret: Whether to run the kernel in interpret mode.
 
     Returns:
-        int32 array: `HEADER_SIZE` words, of which the first is the number of tiles, then
+        int32 array: a header of `HEADER_SIZE` words, whose first word is the number of tiles, then
         `TILE_FIELDS` words per tile.
     """
     num_experts = offsets.shape[0] - 1
@@ -297,7 +300,8 @@ def _tiles_kernel(offsets_ref, tiles_ref, *, tile_rows):
     count = jnp.minimum(expert_end - row, tile_rows)
     for field, value in enumerate((expert, row, count)):
         plgpu.store(tiles_ref.at[HEADER_SIZE + index * TILE_FIELDS + field], value, mask=is_tile)
-    # Every program stores the same number of tiles, so they need no synchronization.
+    # All programs store the same value, the total number of tiles, so the programs need no
+    # synchronization.
     tiles_ref[0] = total
 
 

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
-_TILE = 64  # number of columns of a block
-_STAGE_BYTES = 128  # bytes of each row and column in a pipeline stage
+_TILE = 64  # number of columns per block
+_STAGE_BYTES = 128  # A pipeline stage holds this many bytes of each row and column.
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
-# With more rows, the sums, the products and the scales of a group do not fit in registers.
+# If groups have scales, a tile with more rows than this needs too many registers for its sums,
+# products and scales.
 _MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
 # The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
@@ -73,8 +74,8 @@ class ExpertsConfig:
 def tile_rows(num_rows: int, num_experts: int, max_rows: int = _MAX_TILE_ROWS) -> int:
     """Return the maximum number of rows per tile: a power of two from 8 to `max_rows`.
 
-    Unless it is 128, it is at least 1.5 times the mean number of rows of an expert. Most experts
-    then have a single tile, so most weights are read once.
+    Below `max_rows`, the result is at least 1.5 times the mean number of rows of an expert. Most
+    experts then have a single tile, so most weights are read once.
     """
     rows = _MIN_TILE_ROWS
     while rows < max_rows and 2 * rows * num_experts < 3 * num_rows:
@@ -104,8 +105,8 @@ def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
     """Return the launch parameters of a Hopper kernel, or None if it cannot run.
 
     With few rows per expert, the speed depends on the number of weight bytes in flight. With many
-    rows, two consumers with two blocks each reuse the tiles in shared memory most often. Whether
-    the kernel can run does not depend on the number of rows, unless x has 2 GiB or more.
+    rows, two consumers with two blocks each reuse the tiles in shared memory most often. The kernel
+    can run with any number of rows, except that x must be smaller than 2 GiB.
     """
     if not (is_hopper(gemm.device_kind) and gemm.num_cores and gemm.num_rows):
         return None

@@ -41,7 +41,7 @@ def sort_by_expert(experts, num_experts, num_tokens=None):
         experts: Expert [T, k] of each pair. An index outside the `num_experts` experts of the
             device hits no expert.
         num_experts: Number of experts of the device (E).
-        num_tokens: Number of tokens; later rows are padding. None: no padding.
+        num_tokens: Number of tokens; later rows are padding. None means no padding.
     """
     (num_rows, num_choices), num_pairs = experts.shape, experts.size
     hits = (experts >= 0) & (experts < num_experts)
@@ -130,8 +130,8 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
 def expert_weight(weight, expert):
     """Return the weight of one expert.
 
-    On a CPU, XLA converts bfloat16 and FP8 weights to float32. Without the barrier, XLA would
-    convert the weights of all experts before the loop over tiles.
+    On a CPU, XLA converts bfloat16 and FP8 weights to float32. Without the optimization barrier,
+    XLA would convert the weights of all experts before the loop over tiles.
     """
     weight, expert = lax.optimization_barrier((weight, expert))
     return weight[expert]

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP_SIZE, Backend
 
-MAX_FEW_ROWS = 256  # With more rows, `batch_invariant_gemm` runs the many-rows kernel.
+MAX_FEW_ROWS = 256  # With more rows than this, `batch_invariant_gemm` runs the many-rows kernel.
 BATCH_INVARIANT_UNIT = 64
 """The sizes of weights of batch-invariant ops must be multiples of this number on a GPU."""
 
@@ -324,8 +324,8 @@ def block_scaled_gemm(
 ) -> Float[Array, "partials T D"]:
     """Return x @ weight.T of block-scaled FP8 matrices as split-K partials.
 
-    Each group of `FP8_GROUP_SIZE` numbers of a row of x has a scale, and so does each block of
-    `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns of the weight (DeepSeek-AI 2024,
+    Each group of `FP8_GROUP_SIZE` numbers of a row of x has a scale. Each block of `FP8_GROUP_SIZE`
+    rows by `FP8_GROUP_SIZE` columns of the weight has a scale too (DeepSeek-AI 2024,
     arXiv:2412.19437, section 3.3.2). A single partial has dtype `dtype`; several partials are
     float32 (see `split_k_gemm`).
 
@@ -334,7 +334,7 @@ def block_scaled_gemm(
         x_scale, weight_scale: Scales of the groups of x and of the blocks of the weight. The last
             group of a row, and the last blocks of each part of the weight, may be smaller.
         rows_per_part: `weight` is a concatenation of weights (parts); this argument holds the
-            number of rows of each part. Blocks start anew at the first row of each part.
+            number of rows of each part. A new block begins at the first row of each part.
         dtype: Dtype of the result.
         backend: The implementation to run.
 

@@ -1,9 +1,9 @@
 """FP8 GEMMs in Pallas Mosaic GPU for Hopper: few rows or many rows, by one weight or gated.
 
-The kernels resemble the ones in hopper.py, but the weight is stored as [outputs, inputs]: the
-tensor core multiplies FP8 matrices only if the depth is contiguous in both. A stage covers a group
-of 128 of the depth (128 bytes); with few rows a stage may cover several groups. A loader warpgroup
-fills a ring of stages in shared memory, and consumer warpgroups multiply:
+The kernels use the pipeline of `hopper_pipeline.py`. They resemble the ones in hopper.py, but the
+weight is stored as [outputs, inputs]: the tensor core multiplies FP8 matrices only if the depth is
+contiguous in both. A stage covers a group of 128 of the depth (128 bytes); with few rows a stage
+may cover several groups:
 
     few rows    grid (split of the depth, tile of rows, tile of 64 to 256 outputs)
                 one to four consumers, each computing 64 outputs:
@@ -41,27 +41,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.gemm.hopper import (
-    CONSUMER_ROWS,
-    NUM_CONSUMERS,
-    SNAKE_TILE_WIDTH,
-    accumulate_steps,
-    check_whole_tiles,
-)
+from pallas_kernels import hopper_pipeline as pipelines
 from pallas_kernels.gemm.tuning import (
     SCALE_COPY_ALIGNMENT,
     FewRowsConfig,
     ManyFP8RowsConfig,
     few_rows_scale_shapes,
 )
+from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.types import FP8_GROUP_SIZE
 
 # `GROUP_DEPTH` columns of x share a scale. They have 128 bytes, the widest swizzle.
 GROUP_DEPTH = FP8_GROUP_SIZE
 # A consumer warpgroup of the few-rows kernel computes `CONSUMER_OUTPUTS` outputs.
 CONSUMER_OUTPUTS = 64
-# A many-rows tile has `TILE_COLUMNS` columns per factor, and a scale block covers as many outputs.
-TILE_COLUMNS = 128
 STORE_COLUMNS = 64  # The many-rows kernel stores `STORE_COLUMNS` columns at a time.
 
 
@@ -104,8 +97,10 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     tile_outputs, num_steps = num_consumers * CONSUMER_OUTPUTS, split_depth // stage_depth
     tile = config.tile_rows, config.num_splits * stage_depth, tile_outputs
     num_stages = min(config.num_stages, num_steps)
-    check_whole_tiles((rows, depth, width), tile, config.num_stages, num_stages < num_steps)
-    scratch = {
+    pipelines.check_whole_tiles(
+        (rows, depth, width), tile, config.num_stages, num_stages < num_steps
+    )
+    scratch: dict[str, Any] = {
         "x_smem": ops.swizzled_smem((num_stages, config.tile_rows, stage_depth), x.dtype),
         "weight_smem": ops.swizzled_smem(
             (num_stages, num_factors, tile_outputs, stage_depth), x.dtype
@@ -113,24 +108,25 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         "out_smem": ops.swizzled_smem(
             (num_consumers, config.tile_rows, CONSUMER_OUTPUTS), out_dtype
         ),
-        "full": plgpu.Barrier(num_arrivals=num_factors + 1 + is_grouped, num_barriers=num_stages),
-        "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
     }
     if is_grouped:
         row_scales_shape, block_scales_shape = few_rows_scale_shapes(config, depth, num_factors)
         scratch["x_scale_smem"] = plgpu.SMEM((num_stages, *row_scales_shape), jnp.float32)
         scratch["weight_scale_smem"] = plgpu.SMEM(block_scales_shape, jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_arrivals=math.prod(block_scales_shape[:3]))
-    call = plgpu.kernel(
+    call = pipelines.pipelined_kernel(
         functools.partial(_few_rows_kernel, num_steps=num_steps),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
-        grid=(config.num_splits, rows // config.tile_rows, width // tile_outputs),
-        grid_names=("split", "row_tile", "column_tile"),
-        num_threads=num_consumers + 1,
-        thread_name="warp_group",
-        scratch_types=scratch,
-        compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
+        grid={
+            "split": config.num_splits,
+            "row_tile": rows // config.tile_rows,
+            "column_tile": width // tile_outputs,
+        },
+        num_consumers=num_consumers,
+        num_stages=num_stages,
+        num_copies=num_factors + 1 + is_grouped,
+        scratch=scratch,
+        name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
     num_padding_scales = -weight_scale.shape[1] % SCALE_COPY_ALIGNMENT if is_grouped else 0
     # The padding aligns the first scale of each row, and keeps the last copy inside the array.
@@ -146,18 +142,17 @@ def _few_rows_kernel(
     weight_scale_ref,
     out_ref,
     *,
+    ring,
     x_smem,
     weight_smem,
     out_smem,
-    full,
-    empty,
     num_steps,
     x_scale_smem: Any = None,
     weight_scale_smem: Any = None,
     scaled: Any = None,
 ):
-    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
-    (num_stages, num_factors, tile_outputs, stage_depth) = weight_smem.shape
+    split, consumer = lax.axis_index("split"), ring.warp_group
+    _, num_factors, tile_outputs, stage_depth = weight_smem.shape
     num_consumers, tile_rows, _ = out_smem.shape
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // GROUP_DEPTH
@@ -168,9 +163,8 @@ def _few_rows_kernel(
     # Two consumers with large accumulators need more registers, so the loader releases some of its
     # registers.
     moves_registers = num_consumers == 2 and num_factors * tile_rows > 128
-
-    def stage_index(step):
-        return lax.rem(step, jnp.int32(num_stages))
+    registers = pipelines.MANY_ROWS_REGISTERS if moves_registers else None
+    pipeline = pipelines.Pipeline(ring, num_steps, registers=registers)
 
     def first_output(factor):
         return lax.axis_index("column_tile") * tile_outputs + factor * width
@@ -188,36 +182,28 @@ def _few_rows_kernel(
             source, target = weight_scale_ref.at[pl.ds(first, part)], weight_scale_smem
             plgpu.copy_gmem_to_smem(source, target.at[factor, block, i], scaled)
 
-    @pl.when(warp_group == num_consumers)
+    def load(_, step, stage):
+        depth_slice = pl.ds((first_step + step) * stage_depth, stage_depth)
+        for factor in range(num_factors):
+            outputs = pl.ds(first_output(factor), tile_outputs)
+            stage.copy(weight_ref.at[outputs, depth_slice], weight_smem, factor)
+        stage.copy(x_ref.at[rows, depth_slice], x_smem)
+        if is_grouped:
+            groups = pl.ds((first_step + step) * num_groups, x_scale_smem.shape[1])
+            stage.copy(x_scale_ref.at[groups, rows], x_scale_smem)
+
+    @pipeline.loader
     def _load():
-        if moves_registers:
-            plgpu.set_max_registers(40, action="decrease")
         if is_grouped:
             load_block_scales()
+        pipeline.load_tiles(load)
 
-        def load(step, _):
-            stage = stage_index(step)
-            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-            depth_slice = pl.ds((first_step + step) * stage_depth, stage_depth)
-            for factor in range(num_factors):
-                source = weight_ref.at[pl.ds(first_output(factor), tile_outputs), depth_slice]
-                plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
-            plgpu.copy_gmem_to_smem(x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage])
-            if is_grouped:
-                groups = pl.ds((first_step + step) * num_groups, x_scale_smem.shape[1])
-                source, target = x_scale_ref.at[groups, rows], x_scale_smem.at[stage]
-                plgpu.copy_gmem_to_smem(source, target, full.at[stage])
-
-        lax.fori_loop(0, num_steps, load, None)
-
-    @pl.when(warp_group < num_consumers)
+    @pipeline.consumers
     def _compute():
-        if moves_registers:
-            plgpu.set_max_registers(232, action="increase")
         shape = CONSUMER_OUTPUTS, tile_rows
-        own_tile = pl.ds(warp_group * CONSUMER_OUTPUTS, CONSUMER_OUTPUTS)
+        own_tile = pl.ds(consumer * CONSUMER_OUTPUTS, CONSUMER_OUTPUTS)
         firsts = [
-            first_output(factor) + warp_group * CONSUMER_OUTPUTS for factor in range(num_factors)
+            first_output(factor) + consumer * CONSUMER_OUTPUTS for factor in range(num_factors)
         ]
         outputs = [pl.ds(first, CONSUMER_OUTPUTS) for first in firsts]
 
@@ -245,19 +231,21 @@ def _few_rows_kernel(
         else:  # Load the scales before the GEMM starts, to hide the latency of global memory.
             row_scales = load_scales(x_scale_ref.at[rows], 1)
             output_scales = [load_scales(weight_scale_ref.at[columns], 0) for columns in outputs]
-        args = num_steps, num_groups, stage_index, operands, full, empty, shape
-        sums = accumulate_promoted(*args, scales if is_grouped else None)
-        if not is_grouped:
-            sums = [
-                apply_scales(total, scales, row_scales)
-                for total, scales in zip(sums, output_scales, strict=True)
-            ]
-        result = plgpu.layout_cast(apply_activation(sums), plgpu.Layout.WGMMA_TRANSPOSED)
-        own_out = out_smem.at[warp_group]
-        own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, outputs[0]])
-        plgpu.wait_smem_to_gmem(0)
+
+        def compute(steps):
+            sums = accumulate_promoted(
+                steps, num_groups, operands, shape, scales if is_grouped else None
+            )
+            if not is_grouped:
+                sums = [
+                    apply_scales(total, scales, row_scales)
+                    for total, scales in zip(sums, output_scales, strict=True)
+                ]
+            own_out = out_smem.at[consumer]
+            pipelines.write_transposed(pipelines.apply_activation(sums), own_out)
+            plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, outputs[0]])
+
+        pipeline.compute_tiles(compute)
 
 
 # Because of this `jit`, layers with the same shapes share one trace and one lowering.
@@ -266,37 +254,28 @@ def _many_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2
     num_factors = 2 if gated else config.num_factors
     width, tile_width = weight.shape[0] // (1 + gated), TILE_COLUMNS * (1 if gated else num_factors)
-    check_whole_tiles(
-        (rows, depth, width),
-        (NUM_CONSUMERS * CONSUMER_ROWS, GROUP_DEPTH, tile_width),
-        num_stages,
-        True,
-    )
-    scratch = {
-        "x_smem": ops.swizzled_smem(
-            (num_stages, NUM_CONSUMERS * CONSUMER_ROWS, GROUP_DEPTH), x.dtype
-        ),
+    tile = TILE_ROWS, GROUP_DEPTH, tile_width
+    pipelines.check_whole_tiles((rows, depth, width), tile, num_stages, True)
+    scratch: dict[str, Any] = {
+        "x_smem": ops.swizzled_smem((num_stages, TILE_ROWS, GROUP_DEPTH), x.dtype),
         "weight_smem": ops.swizzled_smem(
             (num_stages, num_factors, TILE_COLUMNS, GROUP_DEPTH), x.dtype
         ),
         "out_smem": ops.swizzled_smem(
             (NUM_CONSUMERS, TILE_COLUMNS // STORE_COLUMNS, CONSUMER_ROWS, STORE_COLUMNS), dtype
         ),
-        "full": plgpu.Barrier(num_arrivals=1 + num_factors + is_grouped, num_barriers=num_stages),
-        "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
     }
     if is_grouped:
-        scratch["scale_smem"] = plgpu.SMEM((num_stages, NUM_CONSUMERS * CONSUMER_ROWS), jnp.float32)
-    call = plgpu.kernel(
-        functools.partial(_many_rows_kernel, gated=gated, config=config),
+        scratch["scale_smem"] = plgpu.SMEM((num_stages, TILE_ROWS), jnp.float32)
+    call = pipelines.pipelined_kernel(
+        functools.partial(_many_rows_kernel, gated=gated, num_programs=config.num_programs),
         out_type=jax.ShapeDtypeStruct((rows, width), dtype),
-        grid=(config.num_programs,),
-        grid_names=("program",),
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warp_group",
-        scratch_types=scratch,
-        compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="fp8_gated_gemm_hopper" if gated else "fp8_gemm_hopper",
+        grid={"program": config.num_programs},
+        num_consumers=NUM_CONSUMERS,
+        num_stages=num_stages,
+        num_copies=1 + num_factors + is_grouped,
+        scratch=scratch,
+        name="fp8_gated_gemm_hopper" if gated else "fp8_gemm_hopper",
     )
     return call(x, weight, x_scale, weight_scale)
 
@@ -308,87 +287,51 @@ def _many_rows_kernel(
     weight_scale_ref,
     out_ref,
     *,
+    ring,
     x_smem,
     weight_smem,
     out_smem,
-    full,
-    empty,
     gated,
-    config,
+    num_programs,
     scale_smem: Any = None,
 ):
-    warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
-    (num_rows, depth), width, num_programs = x_ref.shape, out_ref.shape[1], config.num_programs
-    num_stages, num_factors = weight_smem.shape[:2]
+    program, (num_rows, depth), width = lax.axis_index("program"), x_ref.shape, out_ref.shape[1]
+    num_factors, num_steps = weight_smem.shape[1], depth // GROUP_DEPTH
     # In a gated weight, the rows of gate and the rows of up are `width` apart.
-    tile_rows, factor_stride = x_smem.shape[1], width if gated else TILE_COLUMNS
+    factor_stride, shape = width if gated else TILE_COLUMNS, (CONSUMER_ROWS, TILE_COLUMNS)
     tile_width = TILE_COLUMNS if gated else TILE_COLUMNS * num_factors
-    num_steps, grid = depth // GROUP_DEPTH, (num_rows // tile_rows, width // tile_width)
-    num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
+    grid = num_rows // TILE_ROWS, width // tile_width
+    num_tiles = pipelines.tiles_of_program(program, num_programs, math.prod(grid))
 
-    def tile_origin(round_index):
-        """Return the first row and the first column of the tile of round `round_index`."""
-        row, column = plgpu.planar_snake(
-            program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH
-        )
-        return row * tile_rows, column * tile_width
+    def origin(index):
+        row, column = pipelines.snake_tile(grid, program, num_programs, index)
+        return row * TILE_ROWS, column * tile_width
 
-    def stage_index(round_index, step):
-        return lax.rem(round_index * num_steps + step, jnp.int32(num_stages))
+    def load(origin, step, stage):
+        row, column = origin
+        rows, depth_slice = pl.ds(row, TILE_ROWS), pl.ds(step * GROUP_DEPTH, GROUP_DEPTH)
+        stage.copy(x_ref.at[rows, depth_slice], x_smem)
+        for factor in range(num_factors):
+            outputs = pl.ds(column + factor * factor_stride, TILE_COLUMNS)
+            stage.copy(weight_ref.at[outputs, depth_slice], weight_smem, factor)
+        if scale_smem is not None:
+            stage.copy(x_scale_ref.at[step, rows], scale_smem)
 
-    @pl.when(warp_group == NUM_CONSUMERS)
-    def _load():
-        plgpu.set_max_registers(40, action="decrease")
+    registers = pipelines.MANY_ROWS_REGISTERS
+    pipeline = pipelines.Pipeline(ring, num_steps, num_tiles, origin, registers)
+    pipeline.loader(lambda: pipeline.load_tiles(load))
 
-        def load_tile(round_index, _):
-            row, column = tile_origin(round_index)
-
-            def load(step, _):
-                stage = stage_index(round_index, step)
-
-                @pl.when(round_index * num_steps + step >= num_stages)
-                def _wait():
-                    plgpu.barrier_wait(empty.at[stage])
-
-                rows, depth_slice = pl.ds(row, tile_rows), pl.ds(step * GROUP_DEPTH, GROUP_DEPTH)
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage]
-                )
-                for factor in range(num_factors):
-                    source = weight_ref.at[
-                        pl.ds(column + factor * factor_stride, TILE_COLUMNS), depth_slice
-                    ]
-                    plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
-                if scale_smem is not None:
-                    source, target = x_scale_ref.at[step, rows], scale_smem.at[stage]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[stage])
-
-            lax.fori_loop(0, num_steps, load, None)
-
-        lax.fori_loop(0, num_rounds, load_tile, None)
-
-    @pl.when(warp_group < NUM_CONSUMERS)
+    @pipeline.consumers
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
-        shape, by_row = (CONSUMER_ROWS, TILE_COLUMNS), plgpu.Layout.WGMMA.reduce(1)
-        own_rows = pl.ds(warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
+        own_rows = pl.ds(ring.warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
 
         def operands(stage):
             x_tile = x_smem.at[stage, own_rows]
             tiles = [weight_smem.at[stage, factor] for factor in range(num_factors)]
             return [(x_tile, tile.transpose((1, 0))) for tile in tiles]
 
-        def compute_sums(round_index, column):
-            own_stage = functools.partial(stage_index, round_index)
-            args = num_steps, own_stage, operands, full, empty
-
-            def add_all(*sums):
-                results = accumulate_steps(*args, *sums)
-                plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
-                return results
-
-            if scale_smem is None:
-                return pl.run_scoped(add_all, *[plgpu.ACC(shape, jnp.float32)] * num_factors)
+        def rescaled_sums(steps, column):
+            """Return the sums of a tile with block scales."""
 
             def block_scales(step):
                 group = jnp.minimum(step, num_steps - 1)
@@ -396,48 +339,42 @@ def _many_rows_kernel(
                 return [weight_scale_ref[lax.div(first, FP8_GROUP_SIZE), group] for first in firsts]
 
             def scales(blocks, stage):
+                by_row = plgpu.Layout.WGMMA.reduce(1)
                 row_scales = ops.load_with_layout(scale_smem.at[stage, own_rows], by_row)
                 return [row_scales * scale for scale in blocks]
 
-            return _accumulate_rescaled(*args, shape, block_scales, scales)
+            return _accumulate_rescaled(steps, operands, shape, block_scales, scales)
 
-        def compute_tile(round_index, _):
-            row, column = tile_origin(round_index)
-            sums = compute_sums(round_index, column)
-            rows = pl.ds(row + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
-            if scale_smem is None:
-                row_scales = load_scales(x_scale_ref.at[rows], 0)
-                column_slices = [
-                    pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)
-                ]
-                sums = [
-                    apply_scales(total, row_scales, load_scales(weight_scale_ref.at[columns], 1))
-                    for total, columns in zip(sums, column_slices, strict=True)
-                ]
-            results = [apply_activation(sums)] if gated else sums
-            for factor, result in enumerate(results):
-                # Wait until the previous copy has read `out_smem`.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                rounded = result.astype(out_ref.dtype)
-                for chunk in range(TILE_COLUMNS // STORE_COLUMNS):
-                    own_out = out_smem.at[warp_group, chunk]
-                    own_out[...] = rounded[:, chunk * STORE_COLUMNS : (chunk + 1) * STORE_COLUMNS]
-                    plgpu.commit_smem()
-                    first = column + factor * factor_stride + chunk * STORE_COLUMNS
-                    plgpu.copy_smem_to_gmem(own_out, out_ref.at[rows, pl.ds(first, STORE_COLUMNS)])
+        def scaled(sums, rows, column):
+            row_scales = load_scales(x_scale_ref.at[rows], 0)
+            outputs = [pl.ds(column + f * factor_stride, TILE_COLUMNS) for f in range(num_factors)]
+            return [
+                apply_scales(total, row_scales, load_scales(weight_scale_ref.at[columns], 1))
+                for total, columns in zip(sums, outputs, strict=True)
+            ]
 
-        lax.fori_loop(0, num_rounds, compute_tile, None)
-        plgpu.wait_smem_to_gmem(0)
+        def compute(steps):
+            (row, column), is_grouped = steps.locate(), scale_smem is not None
+            if is_grouped:
+                sums = rescaled_sums(steps, column)
+            else:
+                sums = steps.accumulate(operands, shape, num_factors)
+            rows = pl.ds(row + ring.warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
+            sums = sums if is_grouped else scaled(sums, rows, column)
+            results = [pipelines.apply_activation(sums)] if gated else sums
+            pipelines.store_row_tiles(results, out_smem, out_ref, ring.warp_group, rows, column)
+
+        pipeline.compute_tiles(compute)
 
 
-def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empty, shape, scales):
+def accumulate_promoted(steps, num_groups, operands, shape, scales):
     """Add the products of all groups in float32, outside the tensor core.
 
     If the accumulators of a stage fit in registers, the kernel starts all products of the stage
     before it waits for them. Otherwise the kernel waits for each product before the next.
 
     Args:
-        num_steps, stage_index, full, empty: See `accumulate_steps`.
+        steps: Steps of the tile.
         num_groups: Number of groups per stage.
         operands: Function that takes a stage and a group, and returns for each factor the pair of
             tiles to multiply.
@@ -461,8 +398,8 @@ def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empt
         return part if scale is None else part * lax.broadcast_in_dim(scale, shape, (1,))
 
     def add(step, totals):
-        stage = stage_index(step)
-        plgpu.barrier_wait(full.at[stage])
+        stage = steps.stage_index(step)
+        steps.wait(stage)
         own_scales = scales(step, stage) if scales else [[None] * count] * num_groups
         own_scales = [scale for group_scales in own_scales for scale in group_scales]
         factors = [pair for group in range(num_groups) for pair in operands(stage, group)]
@@ -472,15 +409,15 @@ def accumulate_promoted(num_steps, num_groups, stage_index, operands, full, empt
             batch = factors[first : first + batch_size]
             accumulators = [plgpu.ACC(shape, jnp.float32)] * len(batch)
             parts += pl.run_scoped(functools.partial(multiply, batch), *accumulators)
-        plgpu.barrier_arrive(empty.at[stage])
+        steps.release(stage)
         for i, (part, scale) in enumerate(zip(parts, own_scales, strict=True)):
             totals[i % count] += scaled(part, scale)
         return totals
 
-    return lax.fori_loop(0, num_steps, add, [zeros] * count)
+    return lax.fori_loop(0, steps.count, add, [zeros] * count)
 
 
-def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, load, scales):
+def _accumulate_rescaled(steps, operands, shape, load, scales):
     """Add the products of all stages, each multiplied by the stage's scales.
 
     The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
@@ -493,7 +430,9 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
     than the rounding error of the sums, and are added without rescaling.
 
     Args:
-        num_steps, stage_index, operands, full, empty: See `accumulate_steps`.
+        steps: Steps of the tile.
+        operands: Function that takes a stage, and returns for each factor the pair of tiles to
+            multiply.
         shape: Shape of the sums of one factor.
         load: Function that loads the block scales of a step. The loop calls it one step ahead.
         scales: Function that takes the result of `load` and a stage, and returns for each factor
@@ -511,9 +450,9 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
         return sums * lax.broadcast_in_dim(row_scales, shape, (0,))
 
     def add(step, carry):
-        (totals, sum_scales, largest, loaded), stage = carry, stage_index(step)
+        (totals, sum_scales, largest, loaded), stage = carry, steps.stage_index(step)
         ahead = load(step + 1)
-        plgpu.barrier_wait(full.at[stage])
+        steps.wait(stage)
         stage_scales = scales(loaded, stage)
         largest = [jnp.maximum(a, b) for a, b in zip(largest, stage_scales, strict=True)]
         new = [jnp.maximum(a, b * 2.0**-60) for a, b in zip(stage_scales, largest, strict=True)]
@@ -526,14 +465,14 @@ def _accumulate_rescaled(num_steps, stage_index, operands, full, empty, shape, l
             for own_sums, factors in zip(sums, operands(stage), strict=True):
                 plgpu.wgmma(own_sums, *factors)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(empty.at[stage])
+            steps.release(stage)
 
         return continue_accumulation(multiply, rescaled), new, largest, ahead
 
     count = len(operands(0))
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     first = [zeros] * count, [vector(1.0)] * count, [vector(2.0**-40)] * count, load(jnp.int32(0))
-    totals, sum_scales, *_ = lax.fori_loop(0, num_steps, add, first)
+    totals, sum_scales, *_ = lax.fori_loop(0, steps.count, add, first)
     return [times(total, sum_scale) for total, sum_scale in zip(totals, sum_scales, strict=True)]
 
 
@@ -559,12 +498,3 @@ def apply_scales(sums, first, second):
     for axis, scales in enumerate((first, second)):
         sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
     return sums
-
-
-def apply_activation(sums):
-    """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
-
-    The formula requires that gate is finite.
-    """
-    gate, *up = sums
-    return gate * (up[0] / (1 + jnp.exp(-gate))) if up else gate

@@ -4,8 +4,9 @@ Grid (row, tile of columns). One program computes:
 
     out[row, columns] = gate / (1 + 2 ** (-gate * log2(e))) * up, in float32, rounded
 
-The kernel uses exp2, since an exp that is exact for subnormal results would take most of the
-instructions. Adding 1 to the power hides the difference.
+The kernel computes exp by the fast exp2, which is inexact for subnormal results. The error does not
+matter, because the kernel adds 1 to the result. An exact exp would take most of the kernel's
+instructions.
 """
 
 import functools
@@ -43,8 +44,8 @@ def _kernel(gate_up_ref, out_ref, *, tile):
         values = plgpu.load(ref, mask=inside, other=None if inside is None else 0)
         return values.astype(jnp.float32)
 
-    # The computation first waits for the gate. Load the gate last, so that the load of `up` has
-    # started before that wait.
+    # The computation needs the gate first. Load `up` before the gate, so that the load of `up` has
+    # started when the computation waits for the gate.
     up, gate = load(1), load(0)
     power = jnp.exp2(gate * jnp.float32(-math.log2(math.e)))
     activated = gate / (jnp.float32(1) + power) * up

@@ -14,20 +14,21 @@ from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 # partials would cost more than they save.
 MAX_SPLIT_ROWS = 256
 MIN_SPLIT_DEPTH = 128
-# This width gives each of the 132 SMs of a large GPU a tile of 128 columns.
+# With a weight of this width, each of the 132 SMs of a large GPU computes a tile of 128 columns.
 MIN_UNSPLIT_WIDTH = 132 * 128
 
-# Number of bytes of the weight that a program prefetches per consumer warpgroup if every SM has a
-# program, before rounding to whole stages. 50 % more or 25 % less makes a GEMM 2 to 7 % slower.
+# If every SM has a program, a program prefetches about this many bytes of the weight per consumer
+# warpgroup; the number is rounded to whole stages. With 50 % more or 25 % less, a GEMM is 2 to 7 %
+# slower.
 PREFETCHED_WEIGHT_BYTES = 60 * 1024
 
-# A copy of float32 scales begins and ends at a multiple of `SCALE_COPY_ALIGNMENT` scales, which
-# have 16 bytes.
+# A copy of float32 scales must begin and end at a multiple of 16 bytes, which are
+# `SCALE_COPY_ALIGNMENT` scales.
 SCALE_COPY_ALIGNMENT = 4
 
 # The many-rows kernels run only if their tiles keep the SMs busy for at least this fraction of the
-# time. Otherwise XLA, which has more tile sizes, may be faster: XLA was faster where the fraction
-# was 0.73, and slower where it was 0.85.
+# time. Below this fraction, XLA may be faster, because XLA has more tile sizes. In measurements,
+# XLA was faster at a fraction of 0.73, and slower at 0.85.
 MIN_SM_UTILIZATION = 0.8
 
 
@@ -130,7 +131,7 @@ def gated_silu_config(*, num_tokens: int, size: int) -> GatedSiluConfig | None:
 
 
 def num_splits(gemm: GemmProblem) -> int:
-    """Return the number of splits of the depth of XLA's GEMM.
+    """Return into how many splits XLA's GEMM divides the depth.
 
     A narrow weight gives too few tiles to keep the memory busy unless the depth is split. These
     numbers of splits were the fastest in whole decode steps on an H200. A float32 GEMM is never
@@ -181,7 +182,7 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
     """Return launch parameters of hopper.py's few-rows kernel that do not split the depth, or None.
 
-    The number of rows must be a multiple of 8; if there are more than 64, a multiple of 64.
+    The number of rows must be a multiple of 8. A number above 64 must be a multiple of 64.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     is_whole = num_tokens % min(num_tokens, 64) == num_tokens % 8 == depth % 64 == width % 64 == 0
@@ -218,9 +219,9 @@ def invariant_many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | None:
     """Return the launch parameters of fp8_hopper.py's few-rows kernel, or None to use XLA.
 
-    The kernel runs only if each SM gets at most one program. With `grouped` (block scales) and a
-    number of rows that is not a multiple of 128, the kernel may also run with more programs,
-    because XLA would have to convert the weight to a wider dtype first.
+    The kernel runs only if each SM gets at most one program. With `grouped` (block scales), the
+    kernel also runs with more programs if the number of rows is not a multiple of 128. XLA would
+    first convert the weight to a wider dtype, and the many-rows kernel needs a multiple of 128.
     """
     if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
@@ -233,9 +234,9 @@ def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
     """Return the shapes of the scales in shared memory of the block-scaled few-rows kernel.
 
     The size of a copy must be a multiple of 128 bytes, with at most 256 numbers per axis. The
-    arrays may therefore hold more groups than the program needs: groups after the program's split
-    of the depth, and groups before the split if the split does not begin at a multiple of
-    `SCALE_COPY_ALIGNMENT`.
+    arrays may therefore hold more groups than the program's split of the depth has. The extra
+    groups come after the split. If the split does not begin at a multiple of
+    `SCALE_COPY_ALIGNMENT`, extra groups also come before it.
 
     Returns:
         The shape [groups, rows] of the row scales of one stage, and the shape
@@ -301,7 +302,7 @@ def _choose_few_rows_config(
     idle = may_split_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
     # A tile has at most 128 rows.
     row_tiles = 2 if num_tokens > 128 or idle else 1
-    # If there were more programs than SMs, some would wait for a free SM. Two consumers per program
+    # With more programs than SMs, some programs would wait for a free SM. Two consumers per program
     # halve the number of programs.
     num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
     is_whole = depth % (128 // itemsize) == 0 and width % (64 * num_consumers) == 0
@@ -319,7 +320,8 @@ def _choose_few_rows_config(
     # With block scales, stages with two groups are faster than stages with one group.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0
     num_groups = 1 + is_paired
-    # Use as many stages as fit in shared memory, up to the best number of weight bytes in flight.
+    # A program should prefetch `ahead` bytes of the weight, and needs enough stages to hold them.
+    # Shared memory limits the number of stages.
     stage_weight = num_groups * num_consumers * num_factors * 64 * 128
     stage_x = num_groups * tile_rows * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048

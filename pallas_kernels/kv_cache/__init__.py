@@ -33,7 +33,7 @@ def write_kv(
             null block (0 to S - 1). A token with a slot outside the pool is not stored. Two tokens
             may share a slot only in the null block.
         backend: The implementation to run.
-        scales: Scales of an FP8 pool: keys and values are divided by them. None: 1.
+        scales: Scales of an FP8 pool, by which keys and values are divided. None means scales of 1.
 
     Returns:
         The pool, updated in place if donated.
@@ -71,12 +71,12 @@ def rope_write_kv(
             K key heads, K value heads. The op first sums and rounds the partials.
         kv: One layer's pool [P, S, K, H], updated in place if donated.
         slot_mapping: Slot of each token; see `write_kv`.
-        angles: Cosines and sines of the rotation of each token and pair of channels. None: do not
-            rotate.
+        angles: Cosines and sines of the rotation of each token and pair of channels. None means no
+            rotation.
         backend: The implementation to run.
         norms: RMSNorm of query and key heads, applied before the rotation. The weights are float32
             or of `dtype`.
-        dtype: Dtype of the queries. None: the dtype of qkv.
+        dtype: Dtype of the queries. None means the dtype of qkv.
         scales: Scales of an FP8 pool; see `write_kv`.
 
     Returns:

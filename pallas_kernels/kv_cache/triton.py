@@ -14,8 +14,8 @@ rope_write_kv   Grid (tile of tokens, tile of heads). The heads of a tile are al
                     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
                 In an FP8 pool, k and v are divided by their scales, rounded and packed in pairs
                 (`xla.to_pool_dtype`). No pair crosses the middle of a head.
-                The halves of a head are separate tiles, because the rotation combines columns that
-                are H / 2 apart and Triton cannot slice a tile in registers.
+                The halves of a head are separate tiles: the rotation combines columns that are half
+                a head apart, and Triton cannot slice a tile in registers.
 copy_blocks     Grid (pair, chunk of a block, array). `array` is the index of a K or V pool of any
                 layer. Each pool is a separate argument, and a program branches to its array:
                     source, target = src[pair], dst[pair]
@@ -261,8 +261,8 @@ def _load_halves(ref, rows, live):
 
 
 def _store_halves(ref, rows, halves, live, scale=None):
-    # The Pallas interpreter also stores the masked rows, with values that may be out of date. The
-    # interpreter ignores rows past the end of the array, so give masked rows an index there.
+    # The Pallas interpreter also stores masked rows, and could overwrite new values with old ones.
+    # It ignores rows past the end of the array, so masked rows get an index past the end.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
         plgpu.store(ref.at[index], to_pool_dtype(half, ref.dtype, scale), mask=mask)

@@ -23,9 +23,9 @@ def new_exchange_memory(
     """Return an array for the argument `exchange` of the first `fused_layer` of a step, or None.
 
     The programs of the fused kernel pass split-K partials to each other through the array (the
-    exchange memory). None means that the kernel cannot run, or is not faster than the separate
-    ops. The kernel needs a Hopper GPU, JAX 0.11 or later, bfloat16, exactly 8 rows, a residual
-    stream of fewer than 2,048 columns, and widths that are multiples of 128.
+    exchange memory). None means that the kernel cannot run, or is not faster than the separate ops.
+    The kernel needs a Hopper GPU, JAX 0.11 or later, bfloat16 and exactly 8 rows. The residual
+    stream must have fewer than 2,048 columns, and all widths must be multiples of 128.
     """
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:

@@ -156,9 +156,10 @@ class LayerPlan:
     def regions(self) -> dict[int | str, int]:
         """Offset in words of each region of the exchange memory.
 
-        Regions are the partials of the output, gate-up and down GEMMs, the residual stream after
-        the output GEMM ("stream"), the sums of squares of that stream ("squares"), and the sums of
-        squares of the stream after the down GEMM ("last squares"). "end" is the total size.
+        The first three regions hold the partials of the output, gate-up and down GEMMs. "stream" is
+        the residual stream after the output GEMM, and "squares" holds its sums of squares. "last
+        squares" holds the sums of squares of the stream after the down GEMM. "end" is the total
+        size.
         """
         output, gate_up, down, qkv = self.gemms
         sizes = {
@@ -318,9 +319,9 @@ def _kernel(
         copies their weights. `step` is the number of work unit `start` in this order.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A warpgroup that waits for the barrier of a stage must wait for every use of the stage. So
-        # each stage belongs to one pair of warpgroups, which handles every `_NUM_PAIRS`-th work
-        # unit.
+        # Each use of a pipeline stage completes one phase of the stage's barrier, and a waiting
+        # warpgroup must not miss a phase. So each stage belongs to one pair of warpgroups, which
+        # handles every `_NUM_PAIRS`-th work unit.
         first = step + lax.rem(
             pair - lax.rem(step, jnp.int32(_NUM_PAIRS)) + _NUM_PAIRS, jnp.int32(_NUM_PAIRS)
         )
@@ -387,8 +388,7 @@ def _wait_for_scales():
 
 
 def _clear_exchange(plan, next_exchange):
-    """Fill `next_exchange`, through which the programs of the next launch pass partials, with
-    `EMPTY_WORD`."""
+    """Fill `next_exchange`, the exchange memory of the next launch, with `EMPTY_WORD`."""
 
     def body(memory):
         first = (ops.program_index() * _NUM_THREADS + ops.thread_index()) * 4
@@ -552,7 +552,9 @@ class _GatherTask:
         return WordLoad(address, columns // 2, self.is_live)
 
     def _add_partial_loads(self, gemm_index, sides):
-        """Append the loads of all split-K partials of the column block that this task needs.
+        """Add the loads of the split-K partials that this task sums.
+
+        A task needs all partials of one column block of the GEMM `gemm_index`.
 
         `sides` is 2 for the gate and up GEMM, else 1.
         """
@@ -703,7 +705,8 @@ def _flush(plan, gemm_index, acc, count, segment, sums, scales, target):
                     )
                     at = at + plan.regions[gemm_index]
                 ops.store("global", ops.offset(target, at, 4), [ops.canonicalize_nan(value)])
-                # Write zeros to those partials of the column block that no program computes.
+                # The output array has `max_partials` partials for each column block. Write zeros to
+                # the partials of this column block that no program computes.
                 if gemm_index == _QKV:
                     for extra in range(1, gemm.max_partials):
                         unused = (partial + extra < gemm.max_partials) & last

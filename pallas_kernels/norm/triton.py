@@ -115,7 +115,7 @@ def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scale_granular
         plgpu.store(ref.at[index], values.astype(dtype), mask=column_mask(columns))
 
     # Issue all loads before the first store, since the compiler does not move a load before a
-    # store. The weight is unlikely to be cached, and a late load of it would delay the program.
+    # store. The weight is unlikely to be in the cache, so start its load early.
     weights = [load(weight_ref, columns=c) for c in tiles]
     streams = [load(hidden_ref, row, columns=c) for c in tiles]
     updates = [[load(update_ref, s, row, columns=c) for s in range(num_partials)] for c in tiles]

@@ -111,8 +111,8 @@ def token_scores(
         needs_scores: Whether to compute the scores of each row. In other rows only column 0 is
             defined. If no row needs scores, the op costs almost nothing.
         count: Number of most probable tokens to return per row.
-        reports_logits: Whether each row returns logits instead of log-probabilities. None: no row
-            does.
+        reports_logits: Whether each row returns logits instead of log-probabilities. None means
+            that no row does.
         backend: The implementation to run.
 
     Raises:

@@ -38,7 +38,7 @@ class Adjustments(NamedTuple):
         token_state: For each sequence and token, the output count (`COUNT_MASK`) and the bits
             `IN_PROMPT` and `IS_ENDING`.
         biases: Biases added to the logits; read only for rows with the flag `HAS_BIASES`.
-        state_rows: For each row of logits, the row of `token_state` and `biases` of its sequence.
+        state_rows: For each row of logits, the index of its sequence in `token_state` and `biases`.
         row_flags: For each row of logits, the bits `IS_ADJUSTED`, `HAS_BIASES` and
             `BELOW_MIN_TOKENS`.
         penalties: For each row of logits, the repetition, presence and frequency penalties.

@@ -111,7 +111,7 @@ def token_scores(
 
 
 def _order_key(logits):
-    """Return int32 keys that order like the logits in IEEE 754's total order."""
+    """Return int32 keys whose order is the order of the logits in IEEE 754's total order."""
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ jnp.int32(0x7FFFFFFF))
 
@@ -123,7 +123,7 @@ def _key_to_logit(key):
 
 
 def _greedy_key(x):
-    """Return int32 keys that order like the floats; -0.0 equals 0.0, and NaN is the highest."""
+    """Return int32 keys in the order of the floats; -0.0 equals 0.0, and NaN is the highest."""
     return jnp.where(x != x, jnp.int32(_MAX_KEY), _order_key(jnp.where(x == 0, jnp.float32(0), x)))
 
 

@@ -7,9 +7,8 @@
             store, for each row: the largest logit, the sum of exp(logit - largest), and the
             target's logit if the tile has the target
 
-The loop resembles the many-rows kernels of `gemm/`. The loader fetches the next tile while the
-consumers reduce the current one. XLA then combines the tiles of each row: three numbers per 256
-logits. The last tile may exceed the vocabulary: the copies fill its end with zeros, and the
+The loops are those of `hopper_pipeline.py`. XLA then combines the tiles of each row: three numbers
+per 256 logits. The last tile may exceed the vocabulary: the copies fill its end with zeros, and the
 consumers replace these logits by -inf.
 """
 
@@ -23,21 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.gemm.hopper import (
-    CONSUMER_ROWS,
-    NUM_CONSUMERS,
-    NUM_FACTORS,
-    SNAKE_TILE_WIDTH,
-    TILE,
-    TILE_COLUMNS,
-    accumulate_steps,
-)
+from pallas_kernels import hopper_pipeline as pipelines
+from pallas_kernels.gemm.hopper import NUM_FACTORS, TILE
+from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_COLUMNS, TILE_ROWS
 
-TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
 # A tile covers `TILE_TOKENS` tokens of the vocabulary.
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
-# The vocabulary size must be a multiple of `TOKEN_MULTIPLE`, because shared memory holds the table
-# in tiles of 8 rows.
+# The table has one row per token. Shared memory holds it in tiles of 8 rows, so the vocabulary size
+# must be a multiple of `TOKEN_MULTIPLE`.
 TOKEN_MULTIPLE = 8
 NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
 _LOG2_E = math.log2(math.e)
@@ -68,102 +60,59 @@ def _scan_tiles(x, table, targets, *, num_programs):
             f"x has shape {x.shape}; its sizes must be multiples of {(TILE_ROWS, TILE)}: call the "
             "public op, which chooses an implementation that fits"
         )
-    call = plgpu.kernel(
+    call = pipelines.pipelined_kernel(
         functools.partial(_kernel, num_programs=num_programs),
         out_type=jax.ShapeDtypeStruct((3, tiles, rows), jnp.float32),
-        grid=(num_programs,),
-        grid_names=("program",),
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warp_group",
-        scratch_types={
+        grid={"program": num_programs},
+        num_consumers=NUM_CONSUMERS,
+        num_stages=NUM_STAGES,
+        num_copies=1 + NUM_FACTORS,
+        scratch={
             "x_smem": ops.swizzled_smem((NUM_STAGES, TILE_ROWS, TILE), x.dtype),
             "table_smem": ops.swizzled_smem((NUM_STAGES, NUM_FACTORS, TILE_COLUMNS, TILE), x.dtype),
             "out_smem": plgpu.SMEM((NUM_CONSUMERS, 3, CONSUMER_ROWS), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=1 + NUM_FACTORS, num_barriers=NUM_STAGES),
-            "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=NUM_STAGES),
         },
-        compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="target_scores_hopper",
+        name="target_scores_hopper",
     )
     return call(x, table, targets)
 
 
 def _kernel(
-    x_ref,
-    table_ref,
-    targets_ref,
-    out_ref,
-    *,
-    x_smem,
-    table_smem,
-    out_smem,
-    full,
-    empty,
-    num_programs,
+    x_ref, table_ref, targets_ref, out_ref, *, ring, x_smem, table_smem, out_smem, num_programs
 ):
-    warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
+    program, consumer = lax.axis_index("program"), ring.warp_group
     (num_rows, depth), width = x_ref.shape, table_ref.shape[0]
-    num_steps, grid = depth // TILE, (num_rows // TILE_ROWS, out_ref.shape[1])
-    num_rounds = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
+    grid = num_rows // TILE_ROWS, out_ref.shape[1]
+    num_tiles = pipelines.tiles_of_program(program, num_programs, math.prod(grid))
+    locate = functools.partial(pipelines.snake_tile, grid, program, num_programs)
+    registers = pipelines.MANY_ROWS_REGISTERS
+    pipeline = pipelines.Pipeline(ring, depth // TILE, num_tiles, locate, registers)
 
-    def tile_index(round_index):
-        """Return the row index and the column index of the tile of round `round_index`."""
-        return plgpu.planar_snake(program + round_index * num_programs, grid, 0, SNAKE_TILE_WIDTH)
+    def load(location, step, stage):
+        row_tile, token_tile = location
+        rows, depth_slice = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(step * TILE, TILE)
+        stage.copy(x_ref.at[rows, depth_slice], x_smem)
+        for factor in range(NUM_FACTORS):
+            first = token_tile * TILE_TOKENS + factor * TILE_COLUMNS
+            stage.copy(table_ref.at[pl.ds(first, TILE_COLUMNS), depth_slice], table_smem, factor)
 
-    def stage_index(round_index, step):
-        return lax.rem(round_index * num_steps + step, jnp.int32(NUM_STAGES))
+    def operands(stage):
+        x_tile = x_smem.at[stage, pl.ds(consumer * CONSUMER_ROWS, CONSUMER_ROWS)]
+        tiles = [table_smem.at[stage, factor] for factor in range(NUM_FACTORS)]
+        return [(x_tile, tile.transpose((1, 0))) for tile in tiles]
 
-    @pl.when(warp_group == NUM_CONSUMERS)
-    def _load():
-        plgpu.set_max_registers(40, action="decrease")
+    pipeline.loader(lambda: pipeline.load_tiles(load))
 
-        def load_tile(round_index, _):
-            row_tile, token_tile = tile_index(round_index)
-
-            def load(step, _):
-                stage = stage_index(round_index, step)
-
-                @pl.when(round_index * num_steps + step >= NUM_STAGES)
-                def _wait():
-                    plgpu.barrier_wait(empty.at[stage])
-
-                rows, depth_slice = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(step * TILE, TILE)
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[rows, depth_slice], x_smem.at[stage], full.at[stage]
-                )
-                for factor in range(NUM_FACTORS):
-                    first = token_tile * TILE_TOKENS + factor * TILE_COLUMNS
-                    source = table_ref.at[pl.ds(first, TILE_COLUMNS), depth_slice]
-                    plgpu.copy_gmem_to_smem(source, table_smem.at[stage, factor], full.at[stage])
-
-            lax.fori_loop(0, num_steps, load, None)
-
-        lax.fori_loop(0, num_rounds, load_tile, None)
-
-    @pl.when(warp_group < NUM_CONSUMERS)
+    @pipeline.consumers
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
         shape, by_row = (CONSUMER_ROWS, TILE_COLUMNS), plgpu.Layout.WGMMA.reduce(1)
         column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)
 
-        def operands(stage):
-            x_tile = x_smem.at[stage, pl.ds(warp_group * CONSUMER_ROWS, CONSUMER_ROWS)]
-            tiles = [table_smem.at[stage, factor] for factor in range(NUM_FACTORS)]
-            return [(x_tile, tile.transpose((1, 0))) for tile in tiles]
-
-        def add_all(round_index, *sums):
-            own_stage = functools.partial(stage_index, round_index)
-            results = accumulate_steps(num_steps, own_stage, operands, full, empty, *sums)
-            plgpu.barrier_arrive(empty.at[stage_index(round_index, num_steps - 1)])
-            return results
-
-        def compute_tile(round_index, _):
-            row_tile, token_tile = tile_index(round_index)
-            rows = pl.ds(row_tile * TILE_ROWS + warp_group * CONSUMER_ROWS, CONSUMER_ROWS)
+        def compute(steps):
+            row_tile, token_tile = steps.locate()
+            rows = pl.ds(row_tile * TILE_ROWS + consumer * CONSUMER_ROWS, CONSUMER_ROWS)
             targets = ops.load_with_layout(targets_ref.at[rows], by_row, optimized=False)
-            add_own = functools.partial(add_all, round_index)
-            accumulator = plgpu.ACC(shape, jnp.float32)
-            logits = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
+            logits = steps.accumulate(operands, shape, NUM_FACTORS)
             firsts = [token_tile * TILE_TOKENS + i * TILE_COLUMNS for i in range(NUM_FACTORS)]
             if width % TILE_TOKENS:
                 logits = [
@@ -182,10 +131,9 @@ def _kernel(
             # Wait until the previous copy has read `out_smem`.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i, numbers in enumerate((largest, total, target)):
-                out_smem.at[warp_group, i][...] = numbers
+                out_smem.at[consumer, i][...] = numbers
             plgpu.commit_smem()
             for i in range(3):
-                plgpu.copy_smem_to_gmem(out_smem.at[warp_group, i], out_ref.at[i, token_tile, rows])
+                plgpu.copy_smem_to_gmem(out_smem.at[consumer, i], out_ref.at[i, token_tile, rows])
 
-        lax.fori_loop(0, num_rounds, compute_tile, None)
-        plgpu.wait_smem_to_gmem(0)
+        pipeline.compute_tiles(compute)

@@ -35,8 +35,8 @@ def truncation_mask(
         min_p: Remove tokens less probable than `min_p` times the most probable token; 0 disables
             min-p.
         top_k: Keep the `top_k` most probable tokens; 0, or V and more, disables top-k.
-        top_p: Keep the smallest set of most probable tokens whose total probability is at least
-            `top_p` times that of all tokens that min-p and top-k kept; 1 disables top-p.
+        top_p: Keep the smallest set of most probable tokens that has at least the fraction `top_p`
+            of the probability that min-p and top-k left; 1 disables top-p.
         backend: The implementation to run.
 
     Raises:

@@ -16,10 +16,10 @@ of `high` does not.
                  if the row has a top-k and a top-p: bisect the remaining tokens again for top-p
 
 The first launch places the trials at increasing distances below the maximum. Later launches space
-the trials equally in the bracket. The bracket therefore usually holds few tokens. If the
-tokens do not fit in the strips, for example because most logits are equal, the settle launch reads
-the whole row in each round, which is slower but equally exact. A row without top-k and top-p
-returns immediately.
+the trials equally in the bracket. The bracket therefore usually holds few tokens. The tokens may
+not fit in the strips, for example because most logits are equal. The settle launch then reads the
+whole row in each round, which is slower but equally exact. A row without top-k and top-p returns
+immediately.
 
 Totals are float32 sums in an order that depends only on the size of the vocabulary. A row's
 threshold therefore does not depend on the batch. The sums also decrease monotonically as the
@@ -41,22 +41,24 @@ NUM_PASSES = 3
 # `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-# The bracket is the interval that contains the threshold. In the launches that narrow the bracket,
-# a load reads the logits of `TILE` tokens.
+# The bracket is the interval that contains the lowest logit to keep (the threshold). In the
+# launches that narrow the bracket, a load reads the logits of `TILE` tokens.
 TILE = 256
-# In the launch that collects the tokens with logits inside the bracket, a load reads the logits of
-# `PACKED_TILE` tokens.
+# In the launch that collects the tokens in the bracket, a load reads the logits of `PACKED_TILE`
+# tokens.
 PACKED_TILE = 512
-# In the collect launch, each of the 4 warps has its own strip of a chunk, so that warps never wait.
+# In the collect launch, each of the 4 warps stores its tokens in a separate strip of memory, so
+# that no warp waits for another.
 NUM_STRIPS = 4
-# A strip can hold `STRIP_CAPACITY` collected tokens.
+# A strip of memory holds at most `STRIP_CAPACITY` of the tokens that a warp collects.
 STRIP_CAPACITY = 128
-# The last launch determines the exact threshold. When it reads a whole row, with 16 warps, a load
-# reads this many tokens. With a large tile, fewer iterations wait for memory.
+# The last launch determines the exact threshold. If it must read a whole row, it uses 16 warps, and
+# each load reads this many tokens. Large loads need fewer iterations, and each iteration waits for
+# memory.
 WHOLE_ROW_TILE = 4096
 # The first launch tries thresholds at these distances below the largest logit, in bits. A token at
 # distance d is 2**-d times as probable as the most probable token. The launch also tries minus
-# infinity, which all tokens reach.
+# infinity as a threshold, which keeps all tokens.
 _FIRST_TRIAL_BITS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL_BITS = 184.0
 
@@ -66,7 +68,8 @@ class _RowParameters(NamedTuple):
 
     Attributes:
         max_logit: The largest logit of the row.
-        bits_per_logit: log2(e) / temperature: change of log2(probability) per unit of the logit.
+        bits_per_logit: log2(e) / temperature. A logit that is larger by 1 adds this number to
+            log2(probability).
         log2_min_p: log2(min_p); -inf disables min-p.
         top_p: The probability to keep; 1 disables top-p.
         top_k: The number of tokens to keep; 0 disables top-k.
@@ -193,7 +196,10 @@ def _later_trials(row, bracket):
 
 
 def _load_bracket(row, refs, row_index, step):
-    """Compute the bracket at launch `step`, from `refs`, the outputs of the previous launch."""
+    """Compute the row's bracket at the start of launch `step`.
+
+    `refs` are the outputs of the previous launch.
+    """
     # The target of top-p is unknown until the first launch has summed all probabilities.
     before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
     if step == 0:
@@ -426,7 +432,7 @@ def _bisect(holds, low, high):
 
 
 def _order_key(x):
-    """Return int32 keys that order like the floats; -0.0 and 0.0 have the same key."""
+    """Return int32 keys in the order of the floats; -0.0 and 0.0 have the same key."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

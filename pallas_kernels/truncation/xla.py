@@ -38,7 +38,7 @@ def truncation_threshold(
 
 
 def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Return uint32 keys that order like the floats; -0.0 and 0.0 have the same key."""
+    """Return uint32 keys in the order of the floats; -0.0 and 0.0 have the same key."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)

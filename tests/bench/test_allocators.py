@@ -22,7 +22,8 @@ from jpaged.observe.pool_report import memory_report
 
 
 class NaiveBuddies:
-    """A simple model of the buddy allocator, which tests every possible range for being free."""
+    """A simple model of the buddy allocator, which checks for every possible range whether it is
+    free."""
 
     def __init__(self, size: int):
         self.size, self.taken = size, dict[int, int]()
@@ -38,8 +39,8 @@ class NaiveBuddies:
         ]
 
     def root_ranges(self) -> list[tuple[int, int]]:
-        """Divide the pool into the ranges that are free at the start. Their lengths are different
-        powers of two, longest first."""
+        """Divide the empty pool into ranges whose lengths are different powers of two, longest
+        first."""
         found, start = [], 0
         for bit in reversed(range(self.size.bit_length())):
             if self.size & 1 << bit:
@@ -51,7 +52,7 @@ class NaiveBuddies:
         return all(start + length <= s or s + n <= start for s, n in self.taken.items())
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Return all free ranges, without those that are part of a longer free range."""
+        """Return all free ranges that are not part of a longer free range."""
         found, length = [], 1 << self.size.bit_length()
         while length := length // 2:
             for start in self.ranges(length):
@@ -138,8 +139,8 @@ def test_request_reserves_as_many_blocks_as_in_the_paper(system: str, reserved: 
     blocks = -(-reserved // BLOCK_SIZE)
     assert (held.num_slots, held.num_blocks) == (reserved, blocks)
     assert scheduler.unfinished_requests[0].live_sequences[0].block_table == [1, 2, 3]
-    # The engine has computed 10 tokens. The request has 19 tokens, of which the last is never
-    # computed.
+    # The engine has computed 10 of the 18 tokens that need a slot. The request has 19 tokens, but
+    # the last token is never computed.
     rounded = held.num_rounded_blocks * BLOCK_SIZE
     states = token_states(manager, memory_report(scheduler), is_full=False)
     assert states == (10, 8, reserved - 18, rounded - reserved, 256 - rounded)

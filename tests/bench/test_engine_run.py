@@ -21,7 +21,7 @@ from jpaged.core.plan import StepPlan
 from jpaged.engine.startup import EngineParts, build_parts
 from jpaged.runtime.buckets import make_buckets
 
-# The same options as in the end-to-end tests, so that all tests share the compiled programs.
+# These are the options of the end-to-end tests, so that all tests share the compiled programs.
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
 NUM_BLOCKS = 128
 

@@ -27,7 +27,8 @@ def test_a_step_has_a_duration_for_each_part(monkeypatch: pytest.MonkeyPatch, sy
     for shapes in (common.SHAPES, common.ALL_SHAPES):
         monkeypatch.setitem(shapes, "tiny", common.SHAPES["qwen3-0.6b"] | TINY)
     monkeypatch.setattr(grpo, "MAX_ROWS", 8)
-    # JAX's own attention mixes dtypes, and the example's norm mixes ranks.
+    # The tests run with strict promotion rules of JAX. The measured code needs the default rules:
+    # it combines arrays of different dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         row = grpo.measure(system, SIZES)
     parts = [row[f"{part}_s"] for part in ("rollout", "scoring", "update", "hand-over")]

@@ -40,7 +40,7 @@ def make_trace(rate: float, seconds: float = 20.0, seed: int = 0) -> list[TraceR
 def num_tokens_once(run: Run, trace: list[TraceRequest], width: int, *, is_apart: bool) -> int:
     """Return how many tokens a run computes if it recomputes none. The last token of a sequence is
     never computed. The samples of a request share the prompt except its last token. With
-    `is_apart`, each sample is a separate request, and they share nothing.
+    `is_apart`, each sample is a separate request, and the samples share nothing.
     """
     prompts = np.array([request.prompt_len for request in trace])
     outputs = np.array([request.output_len for request in trace])
@@ -133,8 +133,8 @@ def test_mean_of_held_memory_counts_only_the_time_of_steps(system: str):
 def test_arriving_request_waits_for_the_running_and_the_planned_step():
     trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.101, 4, 2)]
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **SMALL)
-    # At 0.101 s, a step runs until 0.11 s, and the next step is planned already. The step after
-    # that, until 0.13 s, computes the prompt.
+    # The second request arrives at 0.101 s. At this time a step runs, and the next step, from 0.11
+    # s to 0.12 s, is planned already. So the step from 0.12 s to 0.13 s computes the prompt.
     assert run.first_tokens[1] == pytest.approx(0.13)
 
 

@@ -13,7 +13,7 @@ from bench.paper.traces import CHAT_OUTPUT, CHAT_PROMPT, MAX_MODEL_LEN, MEAN_LEN
 
 @pytest.mark.parametrize("name", MEAN_LENGTHS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_mean_lengths_after_clipping_are_those_of_the_paper(name: str, seed: int):
+def test_mean_lengths_after_clipping_equal_the_means_in_the_paper(name: str, seed: int):
     trace = traces.poisson(traces.of_dataset(name), 100, 1000, seed)
     prompts, outputs = np.array(_lengths(trace)).T
     assert len(prompts) == pytest.approx(100_000, rel=0.02)
@@ -101,7 +101,7 @@ def test_long_requests_of_a_users_file_are_clipped(tmp_path: Path):
     [
         ("{", "not JSON"),
         ("[1, 2]", "must be a JSON object"),
-        ("{}", "neither prompt_len"),
+        ("{}", "add prompt_len and output_len"),
         ('{"prompt_len": 3}', "output_len must be an integer of at least 1, not None"),
         ('{"prompt_len": 0, "output_len": 1}', "prompt_len must be .* not 0"),
         ('{"prompt_len": true, "output_len": 1}', "prompt_len must be .* not True"),

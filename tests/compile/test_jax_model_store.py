@@ -136,7 +136,7 @@ def test_program_key_depends_on_how_devices_split_the_parameters():
     assert rows == key(PartitionSpec("x", None))
 
 
-def test_digests_of_model_functions_are_freed_with_their_last_reference():
+def test_deleted_digests_of_model_functions_are_freed_without_garbage_collection():
     digests = plan_jax_model(MODEL, params(), DEVICE).digests()
     found = ref(digests)
     digests.digest(4, [2])

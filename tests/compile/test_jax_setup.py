@@ -118,6 +118,7 @@ def test_unwritable_home_disables_the_cache_with_a_warning(
 
 
 def test_read_only_cache_folder_is_used_with_a_warning():
-    config = EngineConfig(compilation_cache_dir="/proc/self")  # no process can create files there
+    # No process can create files in /proc/self.
+    config = EngineConfig(compilation_cache_dir="/proc/self")
     with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*not in the folder"):
         assert with_usable_cache(config) is config

@@ -187,7 +187,7 @@ def test_store_folder_is_private_to_the_user(tmp_path: Path):
     assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
 
-def test_number_in_the_program_store_is_computed_only_if_missing(tmp_path: Path):
+def test_load_or_compute_computes_a_number_only_if_the_store_lacks_it(tmp_path: Path):
     assert make_store(tmp_path).load_or_compute("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
     assert make_store(tmp_path).load_or_compute("bytes", unused) == 42

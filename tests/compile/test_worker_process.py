@@ -24,7 +24,7 @@ def named(*names: tuple) -> list[Recipe]:
     return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
 
 
-def test_each_program_is_assigned_to_one_worker_and_shared_kernels_stay_together():
+def test_programs_are_split_over_workers_and_programs_with_the_same_kernels_stay_together():
     prefills = [("prefill", sizes) for sizes in ((64, 8), (128, 8), (64, 256))]
     made = named(
         *(("decode", 8), prefills[0], ("sample", (8, 0)), *prefills[1:]),

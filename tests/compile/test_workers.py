@@ -184,10 +184,11 @@ while "waits" in sys.argv and channel.recv(1000):
 
 
 def start_fakes(monkeypatch: pytest.MonkeyPatch, *arguments: list[str]) -> None:
-    """Replace the workers by fake processes. Each list in `arguments` has the arguments of one.
+    """Replace the compile workers by fake processes, one for each list in `arguments`.
 
-    The first argument is the message to send, as hexadecimal text. With "waits" as the second
-    argument, the process runs until its channel closes; otherwise it exits.
+    A list contains the command-line arguments of its process. The first argument is the message to
+    send, as hexadecimal text. With "waits" as the second argument, the process runs until its
+    channel closes; otherwise it exits.
     """
     left = iter(arguments)
 

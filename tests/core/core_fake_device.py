@@ -64,8 +64,8 @@ def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[
 
 
 def kv_of(origin: str, token_ids: list[int]) -> list[int]:
-    """Return one checksum per token of a sequence. The fake device stores it instead of the token's
-    KV."""
+    """Return one checksum per token of a sequence. The fake device stores the checksum
+    instead of the token's KV."""
     start = zlib.crc32(origin.encode())
     return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
 
@@ -120,7 +120,7 @@ class FakeDevice:
         return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
 
     def unsample(self, sequence: Sequence) -> int:
-        """Replace the last sampled token of a sequence by an invalid token, and return it."""
+        """Replace the last sampled token of a sequence by an invalid id, and return this id."""
         self.history[sequence.seq_id].pop()
         self.last_tokens[sequence.seq_id] = 10**6
         return 10**6

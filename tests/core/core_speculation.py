@@ -108,7 +108,7 @@ class SpeculativeDevice(FakeDevice):
             table[index : index + 1] = [block_id]
         held = sequence.block_table
         assert table[: len(held)] == held, "the device's block table is out of date"
-        del table[len(held) :]  # The scheduler has freed the blocks after `held`.
+        del table[len(held) :]  # the scheduler has freed these last blocks
         assert len(table) >= -(-(row.start + row.num_scheduled_tokens) // self.block_size)
         assert self.limits[sequence.seq_id] <= len(table) * self.block_size
         if sequence.request.beam is not None or row.start < len(sequence.token_ids):

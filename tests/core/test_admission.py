@@ -48,9 +48,9 @@ class WaitingQueue:
 
 
 CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
-    # (method of `WaitingQueue`, prompt of the waiting request, number of samples of this request).
-    # The request needs one block more than is free. The method frees a block, or changes the
-    # request so that it needs one block less.
+    # A case has a method of `WaitingQueue`, the prompt of the waiting request, and the number of
+    # samples of this request. At first, the request needs one block more than is free. The method
+    # frees a block, or changes the request so that it needs one block less.
     (WaitingQueue.free_block, PROMPT, 1),
     (WaitingQueue.replace_head, PROMPT, 1),
     (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),

@@ -68,7 +68,9 @@ def test_answer_of_maximum_length_needs_no_end_token():
 @pytest.mark.parametrize(
     ("length_penalty", "score"), [(0, -4.0), (1.0, -1.0), (2.0, -0.25), (-1.0, -16.0)]
 )
-def test_score_is_sum_of_logprobs_divided_by_length_power(length_penalty: float, score: float):
+def test_score_is_the_sum_of_logprobs_divided_by_length_to_the_length_penalty(
+    length_penalty: float, score: float
+):
     search = BeamSearch(1, length_penalty=length_penalty)
     search.advance([[1, 2, 3]], [-3.0], *candidates({5: -1.0}), max_tokens=4)
     assert search.hypotheses == [Hypothesis((1, 2, 3, 5), -4.0, score, False)]
@@ -109,7 +111,7 @@ def test_early_stopping_drops_a_beam_with_a_better_score():
     assert answers_around_a_beam(early_stopping=False)[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
+def test_negative_length_penalty_scores_the_best_beam_at_its_current_length():
     # With a length penalty of -1, a score is the sum of the log-probabilities times the length. The
     # score of the worst complete answer is -2.5 * 2 = -5. The score of the best beam is now
     # -2.25 * 2 = -4.5, and would be -2.25 * 4 = -9 at the maximum length of 4 tokens.
@@ -117,7 +119,7 @@ def test_never_early_stopping_uses_the_current_length_if_longer_scores_worse():
     assert beams[0] == Continuation(0, 7, -2.25)
 
 
-def test_never_early_stopping_continues_while_a_longer_answer_could_score_better():
+def test_search_continues_while_a_longer_answer_could_score_better():
     # The sum of the best beam's log-probabilities is -3. With 4 tokens, the score of this beam
     # would be -3 / 4 = -0.75 with a length penalty of 1, and -3 with a length penalty of 0.
     beams = two_answers_and_a_beam(early_stopping="never")[1]

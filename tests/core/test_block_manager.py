@@ -47,8 +47,8 @@ def test_free_queues_the_last_block_of_a_sequence_first():
     manager.free(sequence)
     assert sequence.block_table == []
     assert queue_of(manager) == [5, 3, 2, 1]
-    # The next blocks are the block that was never used, and then the freed blocks from the last to
-    # the first. A cached first block thus stays longest.
+    # Block 5 was never used, so the pool allocates it first. The freed blocks follow, the last
+    # block of the sequence first. A cached prefix thus loses its end before its beginning.
     assert manager.pool.allocate(3) == [5, 3, 2]
 
 

@@ -13,7 +13,9 @@ COSTS = PreemptionCosts(((64, 1.0), (128, 1.5), (256, 2.5)), ((8, 0.1), (32, 0.2
     ("num_tokens", "seconds"),
     [(0, 0.0), (1, 1.0), (64, 1.0), (65, 1.5), (256, 2.5), (257, 3.5), (800, 3 * 2.5 + 1.0)],
 )
-def test_recompute_cost_adds_largest_steps_and_a_step_for_the_rest(num_tokens: int, seconds: float):
+def test_recompute_cost_is_the_sum_of_the_steps_that_compute_the_tokens(
+    num_tokens: int, seconds: float
+):
     assert math.isclose(COSTS.recompute_cost(num_tokens), seconds)
 
 

@@ -17,7 +17,7 @@ def test_samples_share_the_prompt_and_copy_its_last_block():
     plan = the(driver.step())
     assert forks(plan) == [(10, 11), (10, 12)]
     assert shape(plan) == [(10, 5, 1, True), (11, 5, 1, True), (12, 5, 1, True)]
-    assert plan.block_copies == ((2, 3), (2, 4))  # the last sample writes to block 2 itself
+    assert plan.block_copies == ((2, 3), (2, 4))  # the last sample writes to block 2 without a copy
     assert updates(plan) == [((1, 3),), ((1, 4),), ()]
     assert plan.is_decode
     assert tables(driver, "1") == [[1, 3], [1, 4], [1, 2]]

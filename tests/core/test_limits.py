@@ -109,8 +109,8 @@ def group_request(
 
 
 def driver_with_pins(num_blocks: int) -> Driver:
-    """Return a driver. Its block manager has pinned three blocks, which hold a prefix of twelve
-    tokens 0."""
+    """Return a driver whose block manager has pinned three blocks. The blocks hold a prefix of twelve
+    tokens with the id 0."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")
     driver.run()
@@ -146,7 +146,8 @@ def test_swapped_out_sequence_counts_pinned_blocks_of_computed_tokens_only():
 
 
 def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
-    request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
+    # The samples share one block, and each sample needs two more blocks.
+    request = make_request("1", 5, max_tokens=6, n=2, seq_id=10)
     driver = driver_of(request, num_blocks=8, digest="xxh3")
     manager = driver.scheduler.block_manager
     check_pin_fits(manager, 2, driver.scheduler.unfinished_requests)
@@ -156,7 +157,8 @@ def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
 
 
 def test_pinned_block_that_only_one_sample_uses_still_counts_as_needed():
-    request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)  # needs 1 + 2 * 2 blocks
+    # The samples share one block, and each sample needs two more blocks.
+    request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)
     driver = driver_of(request, num_blocks=10, digest="xxh3")
     while len(driver.streams["1"]) < 4:
         driver.step()

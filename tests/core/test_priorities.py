@@ -175,7 +175,7 @@ def test_blocks_shared_with_preempted_requests_are_counted_once():
     driver.run()
 
 
-def test_urgent_request_preempts_none_if_other_requests_would_lack_blocks():
+def test_no_request_is_preempted_if_too_few_blocks_would_remain_for_running_requests():
     driver = make_driver(num_blocks=14, max_num_batched_tokens=128, max_model_len=48)
     driver.add(make_request("1", [3] * 8, max_tokens=12))
     driver.add(make_request("2", [4] * 8, max_tokens=12))

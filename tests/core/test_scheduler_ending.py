@@ -71,7 +71,7 @@ def test_request_waits_for_the_block_of_an_aborted_request():
     requests = (make_request(name, 4, max_tokens=3) for name in "123")
     driver = driver_of(*requests, lag=1, num_blocks=5)
     driver.step()
-    driver.scheduler.abort("3")  # the step in flight still writes the block of request 3
+    driver.scheduler.abort("3")  # the step in flight still writes to the block of request 3
     plan = the(driver.step())  # Only one block is free. Request 1 gets this block.
     assert (shape(plan), plan.preempted_request_ids) == ([(1, 4, 1, True)], ())
     plan = the(driver.step())

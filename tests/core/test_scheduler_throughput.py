@@ -36,7 +36,10 @@ def throughput_driver(*prompt_lens: int, **limits) -> Driver:
 
 
 def check_steps(driver: Driver, *expected: dict[int, int]) -> None:
-    """Check the next steps against dicts {seq_id: number of tokens}, then run to the end."""
+    """Check how many tokens of each sequence the next steps compute, then run to the end.
+
+    `expected` has a dict from sequence ids to numbers of tokens for each step.
+    """
     assert [{s: n for s, _, n, _ in shape(driver.step())} for _ in expected] == [*expected]
     driver.run()
 
@@ -67,7 +70,7 @@ def test_prompt_longer_than_a_step_is_computed_alone(digest: str | None):
 @pytest.mark.parametrize(
     ("goal", "by_priority"), [(SchedulingGoal.LATENCY, False), (SchedulingGoal.THROUGHPUT, True)]
 )
-def test_all_sequences_decode_in_each_step_with_the_latency_goal_or_priorities(
+def test_each_step_decodes_all_sequences_if_the_goal_is_latency_or_requests_have_priorities(
     goal: SchedulingGoal, by_priority: bool
 ):
     driver = throughput_driver(6, 6, 6, 6, by_priority=by_priority)
@@ -106,7 +109,7 @@ def test_no_request_overtakes_a_partly_computed_request_with_two_samples():
 
 
 @pytest.mark.parametrize(("scored_from", "second"), [(None, {0: 1, 1: 8, 2: 1}), (1, {1: 8, 2: 2})])
-def test_prompts_with_a_common_prefix_fill_a_step_only_if_they_ignore_the_cache(
+def test_decoding_pauses_for_equal_prompts_only_if_they_cannot_use_the_cache(
     scored_from: int | None, second: dict
 ):
     driver = throughput_driver(digest="xxh3")

@@ -30,7 +30,7 @@ def decoding(scheduler: Scheduler, name: str = "1", length: int = 3, **options) 
 
 
 def read(scheduler: Scheduler, plan: StepPlan, *rows: list[int]) -> list[int]:
-    """Pass the tokens of each row to the scheduler, and return the tokens that it emits."""
+    """Pass the tokens of each row to the scheduler. Return the tokens that the scheduler emits."""
     tokens = np.array(rows)
     emitted = scheduler.update(plan, tokens).emitted_tokens
     for column in tokens.T[1:]:

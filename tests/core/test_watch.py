@@ -116,7 +116,7 @@ def test_pool_watch_reports_a_block_table_that_shrinks_and_grows_again():
     driver.step()
     replica.update()
     [sequence] = driver.scheduler.sequences.by_id.values()
-    sequence.num_computed_tokens = 3  # as if the step had computed only 3 tokens
+    sequence.num_computed_tokens = 3  # pretend that the step computed only 3 tokens
     manager.trim(sequence)
     manager.pool.allocate(2)  # another sequence takes the blocks
     manager.append(sequence, 9)
@@ -137,7 +137,7 @@ def test_pool_watch_reports_the_tokens_of_a_few_blocks_per_call():
     assert not PoolWatch(driver.scheduler).look().tokens
 
 
-def test_pool_watch_stays_in_the_weak_set_until_closed_or_deleted():
+def test_closed_or_deleted_pool_watch_leaves_the_set_of_watches():
     watches = WeakSet[PoolWatch]()
     first, second, third = (PoolWatch(make_scheduler(), watches=watches) for _ in range(3))
     first.close()

@@ -75,7 +75,9 @@ def test_calibrated_scale_of_a_layer_of_zeros_is_1_and_infinite_values_are_refus
 
 
 @pytest.mark.full
-def test_calibrated_scales_change_logprobs_no_more_than_scale_1(engines: Engines, folder: Path):
+def test_error_of_logprobs_with_calibrated_scales_is_at_most_that_with_scale_1(
+    engines: Engines, folder: Path
+):
     options: dict[str, Any] = {"enable_prefix_caching": False}
     wide = scores(engines(**options), PROMPTS)
     drifts = [
@@ -152,7 +154,7 @@ def test_opt_model_loads_with_calibrated_scales(tmp_path: Path):
         (SCALES_FILE_NAME, f"has a file {SCALES_FILE_NAME}, .*: rename it"),
     ],
 )
-def test_calibrate_refuses_a_checkpoint_with_a_file_that_has_the_name_of_an_output(
+def test_calibrate_refuses_a_checkpoint_file_with_the_name_of_an_output_file(
     tmp_path: Path, existing: str, message: str
 ):
     source = tmp_path / "source"

@@ -141,7 +141,8 @@ def fused_params() -> dict[str, Any]:
 
 
 def dense_model(model: JaxModel) -> JaxModel:
-    """Return a model for `greedy_tokens`: its function `logits` has no parameter `step`."""
+    """Return the model with plain JAX operations. The returned model's function `logits` has no
+    parameter `step`, as `greedy_tokens` requires."""
     forward, logits = model.forward, model.logits
     return replace(
         model,
@@ -343,7 +344,7 @@ def test_batch_invariant_engine_accepts_fused_operations_and_sums_of_integers():
         make_engine(FUSED, fused_params(), batch_invariant=True, kv_cache_dtype="fp8")
 
 
-def test_batch_invariant_experts_may_have_any_number_on_a_gpu():
+def test_batch_invariant_step_accepts_any_number_of_experts_on_a_gpu():
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     step = TracedStep((), 8, Backend.TRITON, batch_invariant=True)
     shapes = (8, 64), (6, 64), (6, 64, 2, 64), (6, 64, 64)

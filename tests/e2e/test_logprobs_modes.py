@@ -181,11 +181,11 @@ def test_grammar_mask_applies_before_every_logprobs_mode(
         assert (mass < 1) == bool(own.temperature)
 
 
-def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_mass(
+def test_processed_logprob_is_the_log_softmax_minus_the_log_of_the_kept_mass(
     engines: Engines, shallow_folder: Path, logits: Logits
 ):
-    """A training program can compute the log-probability from its own logits and the reported kept
-    mass. It need not know which tokens were removed."""
+    """A training program can compute the reported log-probability from its own logits and
+    `kept_mass`, the probability mass of the tokens that truncation keeps."""
     engine = with_mode(engines, shallow_folder, "processed_logprobs", num_scheduler_steps=3)
     assert engine.tokenizer is not None
     prompt, own = engine.tokenizer.encode(QUESTION), params(5, RANDOM["truncated"])

@@ -1,4 +1,5 @@
-"""Requests of a paused engine: kept, recomputed, finished or aborted, and updated weights."""
+"""Test that a paused engine keeps, recomputes, finishes or aborts its requests, and that its
+weights can be updated."""
 
 import gc
 import signal
@@ -85,7 +86,7 @@ def pause_after(engine: Engine, num_steps: int, **options: Any) -> dict[str, lis
     the requests that have no output yet."""
     outputs = [output for _ in range(num_steps) for output in engine.step()]
     engine.pause(**options)
-    outputs += engine.step()  # the outputs of steps that were in flight
+    outputs += engine.step()  # returns the outputs of steps that were in flight
     assert engine.step() == []
     return {it.request_id: list(it.outputs[0].token_ids) for it in outputs if it.outputs}
 
@@ -265,7 +266,7 @@ def test_deltas_name_the_weight_versions_of_their_tokens():
 
 
 @pytest.mark.full
-def test_interrupt_during_an_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_during_a_weight_update_is_delayed(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine()
     update = ModelRunner.update_parameters
 
@@ -300,7 +301,7 @@ def test_requests_continue_after_their_weights_were_donated_and_updated(loop: st
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     outputs = [output for _ in range(4) for output in engine.step()]
-    params["out"].delete()  # simulates a function that donates the array
+    params["out"].delete()  # JAX deletes a donated array in the same way
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):
@@ -340,7 +341,7 @@ def test_sleep_frees_the_pool():
 
 
 @pytest.mark.full
-def test_sleeping_requests_are_computed_again():
+def test_requests_are_recomputed_after_a_sleep():
     swap = {"preemption_mode": "swap", "swap_space": 0.001}
     engine = make_engine(num_blocks=9, **swap)
     for i in range(3):

@@ -14,7 +14,7 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
-STORY = list(range(20, 120))  # 100 tokens: six full blocks and a partial block
+STORY = list(range(20, 120))  # the 100 tokens fill six blocks and a part of a seventh
 # At a low temperature all samples would be equal, because one token is far more likely than others.
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 
@@ -106,7 +106,7 @@ def test_best_of_returns_the_highest_cumulative_logprobs(engine: Engine):
     assert [o.logprobs for o in silent] == [None, None]
     check_same(silent, ranked[:2])
     everyone = outputs_of(engine, PROMPT, replace(params, n=6))
-    check_same(everyone, samples)  # not ranked, because all samples are returned
+    check_same(everyone, samples)  # the samples are not ranked, because all are returned
 
 
 def test_samples_end_independently(engine: Engine):
@@ -219,7 +219,7 @@ def test_samples_compute_their_prompt_once_and_share_its_blocks(engines: Engines
     # Each sample writes tokens 97 to 119, in two blocks that no other sample uses.
     assert max(used) == 6 + 4 * 2
     # Three samples copy the partial seventh block before they write. The last sample writes to the
-    # block itself.
+    # original block.
     assert after.num_block_copies - before.num_block_copies == 3
     assert after.num_prompt_tokens - before.num_prompt_tokens == len(STORY)
     assert after.num_generated_tokens - before.num_generated_tokens == 80

@@ -35,7 +35,8 @@ def test_gemma3_tokens_equal_transformers_also_after_a_cached_prefix(
     model.save_pretrained(tmp_path)
     engine = engines(tmp_path, skip_tokenizer_init=True, dtype="float32")
     rng = np.random.default_rng(0)
-    shared = rng.integers(3, 128, 80).tolist()  # longer than a step: computed in chunks
+    # This prefix has more tokens than a step, so the engine computes the prefix in chunks.
+    shared = rng.integers(3, 128, 80).tolist()
     prompts = [shared + rng.integers(3, 128, n).tolist() for n in (1, 20)]
     prompts += [rng.integers(3, 128, n).tolist() for n in (1, 11, 12, 17)]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

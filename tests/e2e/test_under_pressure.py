@@ -53,8 +53,10 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Path | None, dict[int, list[tuple]]]:
-    """Return a dict that caches the answers of single requests. Its keys are models; its values map
-    the index of a request to the answers."""
+    """Return an empty dict, in which the tests cache the answers of requests that run alone.
+
+    The keys are model folders. A value maps the index of a request to the answers.
+    """
     return {}
 
 

@@ -128,7 +128,7 @@ def test_error_while_an_output_is_made_aborts_all_other_requests(
         (4, 12, limit(), 0, "may need 4 blocks"),
     ],
 )
-def test_refused_last_request_starts_none(
+def test_generate_starts_no_request_if_it_refuses_the_last_one(
     num_blocks: int, last: int, params: SamplingParams, priority: int, message: str
 ):
     engine = new_engine(num_blocks)
@@ -163,7 +163,7 @@ def test_interrupted_generate_aborts_all_requests(
     assert len(engine.generate(prompts(2), limit())[0].outputs[0].token_ids) == 4
 
 
-def test_stream_delta_contains_all_text_since_the_last(engine: Engine):
+def test_stream_delta_contains_all_tokens_since_the_previous_delta(engine: Engine):
     stream = engine.stream([1], limit(n=2, temperature=1.0))
     first = next(stream)
     engine.advance()

@@ -112,7 +112,7 @@ def test_token_ids_at_integer_limits_are_refused(token_id: int):
         assert normalize_prompts([9, token_id]) == [NormalizedPrompt(token_ids=[9, token_id])]
 
 
-def test_params_apply_to_all_prompts_or_one_each():
+def test_params_object_applies_to_all_prompts_and_params_list_to_one_prompt_each():
     a, b = SamplingParams(temperature=0.5), SamplingParams(seed=3)
     assert pair_params(a, 2) == [a, a]
     assert pair_params([a, b], 2) == [a, b]

@@ -95,7 +95,7 @@ def test_each_sample_has_its_text_scores_and_finish_reason():
     assert [list(found) for found in first.logprobs or ()] == [[65, 90], [88, 90]]
     assert not emit(state, 0, EOS, -0.5, FinishReason.STOP)
     first, second = state.output().outputs
-    # The end releases "X", which could have begun a stop string.
+    # While the answer continued, "X" was held back, because it could begin the stop string "XY".
     assert (first.text, first.stop_reason) == ("AX", None)
     assert first.token_ids == [65, 88, EOS]
 

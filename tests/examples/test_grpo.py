@@ -8,8 +8,8 @@ from examples.grpo import reward_of, train
 pytestmark = pytest.mark.full
 
 
-def test_training_raises_the_reward_and_scoring_gives_the_bits_of_sampling():
-    # The Llama in plain JAX multiplies rows by a vector of weights.
+def test_training_raises_the_reward_and_scoring_gives_the_same_bits_as_sampling():
+    # The model multiplies rows [T, D] by a vector [D], which JAX refuses with the tests' settings.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         results = list(train(num_steps=3, num_prompts=8, num_samples=8, seed=0))
     assert results[-1].reward > results[0].reward + 0.1
@@ -28,5 +28,7 @@ def test_training_raises_the_reward_and_scoring_gives_the_bits_of_sampling():
         ("", 0.0),
     ],
 )
-def test_reward_is_the_share_before_the_first_wrong_number(text: str, reward: float):
+def test_reward_is_the_fraction_of_the_numbers_before_the_first_wrong_number(
+    text: str, reward: float
+):
     assert reward_of(text, ["1", "2", "3", "4"]) == reward

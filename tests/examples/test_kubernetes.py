@@ -29,9 +29,8 @@ def container() -> dict[str, Any]:
 def validate(data: dict[str, Any], version: str) -> None:
     reason = 'needs the schemas: pip install ".[test]"'
     schemas = pytest.importorskip("kubernetes_validate", reason=reason)
-    assert (
-        schemas.validate(data, version, strict=True) == version
-    )  # another result is an older schema
+    # Without a schema of this version, `validate` uses an older schema and returns its version.
+    assert schemas.validate(data, version, strict=True) == version
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -79,7 +78,7 @@ def test_labels_and_ports_of_manifests_match():
     assert annotations["prometheus.io/port"] == str(ports["http"])
 
 
-def test_server_accepts_the_arguments_and_can_drain():
+def test_server_accepts_the_arguments_of_the_deployment_and_can_drain():
     pod, own = manifest("deployment")["spec"]["template"]["spec"], container()
     assert own["command"] == ["python", "-m", "jpaged.serve"]
     flags = read_flags(own["args"])

@@ -1,4 +1,5 @@
-"""Test that every rung of the ladder gives the same attention output at its stated cost."""
+"""Test that every rung of the ladder (a version of attention) gives the same output at its stated
+cost."""
 
 import inspect
 from collections.abc import Iterator
@@ -28,18 +29,19 @@ def work() -> ladder.Workload:
 
 @pytest.fixture(scope="module")
 def table(work) -> list[str]:
-    """Return the lines that `python -m examples.ladder` prints; raise if two rungs differ."""
+    """Return the lines that `python -m examples.ladder` prints. Raise if two versions of
+    attention give different results."""
     return ladder.climb(*RUNGS, *JPAGED, work=work)
 
 
-def test_all_rungs_agree_and_print_their_numbers(table):
+def test_all_attention_versions_agree_and_print_their_numbers(table):
     assert table[0] == ladder.HEADER
     assert [line[: len(title)] for line, title in zip(table[1:], TITLES, strict=False)] == TITLES
     backends = [line.split("  ")[0] for line in table[1 + len(RUNGS) :]]
     assert backends == ["jpaged's kernel, xla", "jpaged's kernel, interpret"]
 
 
-def test_naive_rung_equals_the_attention_formula(work):
+def test_naive_attention_equals_the_attention_formula(work):
     out = np.asarray(rung_1_naive.attend(*rung_1_naive.prepare(work)))
     q, k, v = (np.asarray(x, np.float64) for x in (work.q, work.k, work.v))
     start = 0
@@ -52,7 +54,7 @@ def test_naive_rung_equals_the_attention_formula(work):
         start += length
 
 
-def test_rung_with_a_different_result_is_detected(work):
+def test_attention_version_with_a_different_result_is_detected(work):
     def attend(*arguments):
         return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
 
@@ -69,30 +71,31 @@ def test_empty_slots_do_not_change_results(work, rung: Any, monkeypatch):
         np.testing.assert_array_equal(out, rung.attend(*rung.prepare(work)))
 
 
-def test_naive_rung_wastes_the_expected_share(work):
+def test_padding_takes_two_thirds_of_the_multiplications_of_naive_attention(work):
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
-    # The share is the same if only the pairs of the causal mask count.
+    # The percentage is the same if only pairs (query, key) count that the causal mask allows.
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
-def test_counted_flops_equal_the_program(work, rung: ModuleType):
+def test_stated_number_of_flops_equals_that_of_the_program(work, rung: ModuleType):
     closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
     assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
 
-def test_two_pass_rung_reads_keys_twice(work):
+def test_two_pass_attention_reads_keys_twice(work):
     two, one = (RUNGS[i].cost(work) for i in (1, 2))
     assert two.num_flops * 2 == one.num_flops * 3
     assert two.bytes_read * 2 == one.bytes_read * 3
     assert (two.calls, one.calls) == (30, 15)
-    assert two.waste == one.waste == 64 / 21632  # of the last sequence's 8 x 16 pairs
+    # The last sequence has 8 tokens in a block of 16 slots, so 64 of its 8 x 16 pairs are padding.
+    assert two.waste == one.waste == 64 / 21632
 
 
-def test_ragged_rung_counts_its_tiles(work):
+def test_cost_of_ragged_attention_follows_from_its_tiles(work):
     *_, tiles = rung_5_ragged.prepare(work)
     steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
     assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
@@ -101,13 +104,14 @@ def test_ragged_rung_counts_its_tiles(work):
 
 
 def test_ragged_tile_writes_only_its_rows():
-    # In order, a later tile could overwrite the wrong rows of an earlier tile.
+    # If a tile also wrote the rows after its last row, the next tile would overwrite these rows. If
+    # the tiles run in reverse order, such wrong rows remain.
     *arrays, tiles = rung_5_ragged.prepare(ladder.make_workload((9, 8, 20)))
     in_order, reverse = (rung_5_ragged.attend(*arrays, each) for each in (tiles, tiles[::-1]))
     np.testing.assert_array_equal(in_order, reverse)
 
 
-def test_the_ragged_kernel_lowers_for_a_gpu(work, monkeypatch):
+def test_ragged_attention_kernel_lowers_for_a_gpu(work, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -117,7 +121,7 @@ def test_the_ragged_kernel_lowers_for_a_gpu(work, monkeypatch):
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 
-def test_blocks_are_scattered_and_belong_to_one_sequence(work):
+def test_each_block_belongs_to_one_sequence_and_the_blocks_are_in_random_order(work):
     tables = work.block_tables()
     blocks = [block for table in tables for block in table]
     assert sorted(blocks) == list(range(1, 16))
@@ -140,7 +144,7 @@ def test_command_line_error_names_the_option(monkeypatch, capsys):
     assert "--lengths 12,x: pass positive integers, such as 128,64,32,8" in capsys.readouterr().err
 
 
-def test_a_rung_runs_by_itself(monkeypatch, capsys):
+def test_selected_attention_versions_can_be_run_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "128,64,32,8"])
     ladder.main(rung_1_naive, rung_4_block_tables)
     header, first, second = capsys.readouterr().out.splitlines()
@@ -150,12 +154,12 @@ def test_a_rung_runs_by_itself(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=TITLES)
-def test_each_rung_is_a_short_file(rung: ModuleType):
+def test_each_attention_version_is_a_short_file(rung: ModuleType):
     assert len(Path(str(rung.__file__)).read_text(encoding="utf-8").splitlines()) <= 80
 
 
 def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
-    """Yield the multiplications and additions of each matrix multiplication of a program."""
+    """Yield the number of FLOPs of each matrix multiplication of a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
@@ -167,7 +171,7 @@ def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
             yield from flops(getattr(inner, "jaxpr", inner), times * repeats)
 
 
-def test_products_in_loops_are_counted_per_iteration():
+def test_flops_in_loops_are_counted_per_iteration():
     def function(x):
         return jax.lax.scan(lambda carry, _: (carry @ x, None), x, length=3)[0]
 

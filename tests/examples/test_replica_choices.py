@@ -22,17 +22,18 @@ def body(**fields: object) -> bytes:
 
 
 def num_common(*bodies: bytes) -> int:
-    """Return the number of pieces that the prompts of two bodies have in common."""
+    """Return the number of equal 64-byte pieces at the beginning of the prompts of two requests."""
     first, second = map(pieces_of, bodies)
     return sum(x == y for x, y in zip(first, second, strict=False))
 
 
-def test_equal_prefixes_have_equal_piece_hashes():
+def test_equal_prompt_prefixes_have_equal_digests():
     one = body(max_tokens=5, prompt=SYSTEM + "Count from 1 to 5" * 9)
     other = body(prompt=SYSTEM + "Spell 'tree' backwards" * 9, temperature=0)
     assert num_common(one, other) == len(SYSTEM) // PIECE
     assert num_common(one, one) == len(pieces_of(one)) > len(SYSTEM) // PIECE
-    # A piece's hash covers all pieces before it, so a different first piece leaves none in common.
+    # The digest of a piece covers all earlier pieces. If the first pieces differ, all digests
+    # differ.
     assert num_common(one, body(prompt="!" + "Count" + SYSTEM)) == 0
 
 
@@ -41,7 +42,8 @@ def test_conversation_stays_on_its_replica():
     asked = [system, {"role": "user", "content": "Count from 1 to 5, and then to 10. " * 3}]
     later = [*asked, {"role": "assistant", "content": "1, 2"}, {"role": "user", "content": "Why?"}]
     assert pieces_of(body(messages=asked))
-    # The closing bracket of the shorter body may fall in its last piece.
+    # The last piece of the shorter prompt may contain the bracket that closes its list of messages.
+    # The longer prompt has another character there, so this piece may differ.
     common = num_common(body(messages=asked), body(messages=later))
     assert common >= len(pieces_of(body(messages=asked))) - 1
 
@@ -50,7 +52,7 @@ def test_token_id_prompts_are_routed():
     assert num_common(body(prompt=[*range(100)]), body(prompt=[*range(90), 1, 2, 3])) > 3
 
 
-def test_salts_and_keys_share_no_prefix():
+def test_prompts_with_different_salts_or_api_keys_share_no_prefix():
     plain, salted = body(prompt=SYSTEM), body(prompt=SYSTEM, cache_salt="tenant")
     assert pieces_of(plain) == pieces_of(plain)
     assert num_common(plain, salted) == 0
@@ -65,7 +67,7 @@ DEEP = b'{"prompt":' + b"[" * 100_000
     [b"", b"{", b"[1]", b"\xff", DEEP, body(max_tokens=5), body(prompt="a")],
     ids=["empty", "cut", "array", "not UTF-8", "deep", "no prompt", "short"],
 )
-def test_request_without_prompt_goes_to_the_least_loaded(asked: bytes):
+def test_request_without_a_prompt_has_no_preferred_replica(asked: bytes):
     assert pieces_of(asked) == []
     assert sorted(PrefixMemory().rank([], IDLE)) == [*IDLE]
 
@@ -92,14 +94,14 @@ def test_unknown_prompts_go_to_the_least_loaded_replica_in_turn():
     assert chosen == ["a", "b", "c", "a"]
 
 
-def test_overloaded_replica_loses_its_preference():
+def test_overloaded_replica_is_ranked_last():
     memory = PrefixMemory()
     memory.note([b"1"], "a")
     assert memory.rank([b"1"], {"a": 6, "b": 2}, max_extra_load=4) == ["a", "b"]
     assert memory.rank([b"1"], {"a": 7, "b": 2}, max_extra_load=4) == ["b", "a"]
 
 
-def test_removed_replica_is_forgotten():
+def test_router_forgets_the_prefixes_of_a_removed_replica():
     memory = PrefixMemory()
     memory.note([], "b")
     memory.note([b"1"], "a")
@@ -124,7 +126,7 @@ def test_prefix_memory_is_bounded_and_evicts_least_recently_used():
 @pytest.mark.parametrize(
     ("current", "num_waiting", "busy", "expected"),
     [
-        (2, 0, 1.5, 2),  # one replica alone would be full
+        (2, 0, 1.5, 2),  # the running sequences fill 1.5 replicas
         (2, 0, 0.4, 1),
         (1, 0, 0, 1),
         (2, 2 * WAITING_PER_REPLICA, 2, 2),

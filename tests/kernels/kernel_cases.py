@@ -1,4 +1,4 @@
-"""Ragged batches over a KV pool with NaN, error bounds and lowering for the kernel tests."""
+"""Helpers of the kernel tests: ragged batches over a KV pool with NaN, error bounds, lowering."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -190,8 +190,8 @@ def _block_tables(rng, seq_lens, block_size):
 def assert_close(got, reference, dtype):
     """Check that `got` is near `reference(float64)`. `reference` computes the result in any dtype.
 
-    The maximum error is twice the error of `reference(dtype)`. To this is added the rounding error
-    of sums in another order.
+    The maximum error is twice the error of `reference(dtype)`. The rounding error of sums in
+    another order is added.
     """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)

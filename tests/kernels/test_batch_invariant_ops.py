@@ -182,7 +182,8 @@ def test_sum_with_the_result_of_map_row_tiles_has_equal_bits_for_few_and_many_ro
     def add(hidden, x):
         return hidden + map_row_tiles(partial(rms_norm, weight=weight, eps=1e-6), x)
 
-    # The setup of the tests sets this option, with which XLA fuses less. Users do not set it.
+    # tests/conftest.py sets this option for speed, and XLA then fuses fewer operations. Users do
+    # not set it, so reset it here.
     jax.config.update("jax_disable_most_optimizations", False)
     few, whole = add(hidden[:num_rows], x[:num_rows]), add(hidden, x)
     np.testing.assert_array_equal(_bits(few), _bits(whole[:num_rows]))

@@ -40,8 +40,8 @@ from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
-# Each dtype, each number of query heads per KV head, and cases with a window, with a soft cap, with
-# both and with neither. Not all combinations are tested.
+# The cases have each dtype, each number of query heads per KV head, and each combination of sliding
+# window and soft cap.
 CASES = [
     Case(F32, 32, 8, HEADS["mha"]),
     Case(BF16, 64, 16, HEADS["gqa"]),
@@ -53,7 +53,8 @@ CASES = [
     Case(F16, 64, 16, HEADS["wide"]),
     Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
 ]
-# Head sizes below the tile's width, or not powers of two. Rotary embedding needs even head sizes.
+# The head sizes are smaller than the tile, or are not powers of two. Rotary embedding needs even
+# head sizes.
 NARROW = [
     Case(F32, 1, 8, HEADS["mqa"]),
     Case(BF16, 4, 8, HEADS["gqa"], sliding_window=9),
@@ -64,7 +65,7 @@ NARROW = [
     Case(F16, 24, 8, HEADS["gqa"]),
     Case(F32, 40, 8, HEADS["mha"]),
 ]
-# Block sizes that are much smaller or larger than a key tile, or not a power of two.
+# The block sizes are much smaller or larger than a key tile, or are not powers of two.
 BLOCKS = [
     Case(F32, 32, 1, HEADS["gqa"], sliding_window=2),
     Case(BF16, 64, 4, HEADS["mqa"], soft_cap=3.0),
@@ -220,7 +221,7 @@ def test_rope_decode_matches_reference(case, backend):
 
 
 def _assert_near(got, want):
-    """Check that FP8 numbers are equal; up to 2% may be the next lower or higher FP8 number."""
+    """Check that FP8 numbers are equal, except that up to 2% may be adjacent FP8 numbers."""
     orders = []
     for array in (got, want):
         bits = reference.unpaired(array).view(np.uint8).astype(np.int32)
@@ -232,9 +233,10 @@ def _assert_near(got, want):
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", SCALED, ())))
 def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
-    """The op must round a new key to FP8 before it attends to the key, as later steps read it.
+    """Later steps read the key that is rounded to FP8, so the op must attend to the rounded key
+    too.
 
-    The stored keys and values must equal those of a wider pool, rounded to FP8.
+    The stored keys and values must equal the keys and values of a wider pool, rounded to FP8.
     """
     case = _filled(case)
     number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
@@ -333,7 +335,7 @@ def test_prefill_with_decode_rows_matches_reference(lens, padding, changes, back
     _check("prefill", Case(**options, lens=BATCHES[lens], padding=padding), backend=backend)
 
 
-# Sequences with several key tiles, and with several chunks of keys in xla.py.
+# The sequences have several key tiles, and several chunks of keys in xla.py.
 LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
 
 
@@ -529,8 +531,8 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
 ):
     """The last split of a sequence contains the new token, and sometimes only the new token.
 
-    On a GPU the op runs twice. The kernel counts finished splits in device memory, and the second
-    run gives a wrong result unless the first run has reset these counts to 0.
+    On a GPU the op runs twice. The kernel counts finished splits in device memory. The second run
+    is correct only if the first run has reset these counters to 0.
     """
     window, heads = window_and_heads
     programs, percent = programs_and_percent
@@ -553,7 +555,8 @@ def test_rope_decode_with_any_number_of_splits_matches_reference(
         _assert_new_tokens(got, arrays, norms, case)
         np.testing.assert_array_equal(ruined[1:], got[0][1:])
         return
-    # Both launches use the same array of counts, because XLA merges equal constants.
+    # Both launches use the same array of counters, because XLA merges equal constants. The first
+    # launch must therefore reset the counters.
     first, second = jax.jit(lambda: (run(*arrays), run(*arrays)))()
     _assert_new_tokens(first, arrays, norms, case)
     np.testing.assert_array_equal(first[0], second[0])
@@ -664,9 +667,9 @@ def test_triton_and_hopper_prefill_match_reference(case, on_hopper, monkeypatch)
     ),
 )
 def test_rising_and_falling_scores_match_reference(dtype_and_heads, last, backend):
-    """The maximum score of a row rises or falls from key tile to key tile, or stays the same.
+    """The maximum score of a row rises or falls from key tile to key tile, or is almost constant.
 
-    The size of the change depends on the size of the row's query.
+    The keys grow or shrink with their position. Every third query is small, so its scores are too.
     """
     dtype, heads = dtype_and_heads
     case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)

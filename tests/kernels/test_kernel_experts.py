@@ -109,14 +109,14 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
 @pytest.mark.parametrize(
     ("shape", "num_experts", "chosen"),
     [
-        ((1, 1), 15, (0, 16)),  # The last of the two programs stores only the last offset.
+        ((1, 1), 15, (0, 16)),  # The second of two programs stores only the last offset.
         ((1, 8), 128, (0, 128)),
         ((43, 3), 6, (0, 7)),
         pytest.param((43, 3), 6, (4, 5), marks=pytest.mark.full),  # One expert has all pairs.
         pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No pair hits an expert.
-        # Every program stores 16 numbers.
+        # The 64 results fill four programs.
         pytest.param((32, 1), 31, (30, 32), marks=pytest.mark.full),
-        ((131, 8), 5, (0, 6)),  # A program reads the pairs in several steps.
+        ((131, 8), 5, (0, 6)),  # A program needs several steps to read all pairs.
     ],
 )
 def test_pairs_are_sorted_by_expert_and_then_by_index(shape, num_experts, chosen, interpret):
@@ -209,7 +209,8 @@ def test_expert_ops_of_no_tokens_return_no_rows():
 
 
 def test_only_weights_of_chosen_experts_are_converted_to_float32():
-    """On a CPU, XLA converts bfloat16 weights to float32, but only those of chosen experts."""
+    """On a CPU, XLA converts bfloat16 weights to float32, but only the weights of chosen
+    experts."""
     count, width, inner = 64, 128, 128
     x, logits = (jax.ShapeDtypeStruct((4, n), dtype) for n, dtype in ((width, BF16), (count, F32)))
     gate_up = jax.ShapeDtypeStruct((count, width, 2 * inner), BF16)

@@ -76,7 +76,7 @@ def make_weights(
 
 
 def assert_close(got: jax.Array, want: np.ndarray, dtype: Any, backend: Backend) -> None:
-    """Check that the error is that of rounding to `dtype`, or of a tensor core that sums FP8."""
+    """Check that the error is at most the rounding to `dtype`, or the error of FP8 tensor cores."""
     allowed = 2e-3 if backend is Backend.TRITON else 0
     allowed = max(allowed, float(jnp.finfo(dtype).eps))
     error = np.abs(np.asarray(got, np.float64) - want).max()

@@ -165,7 +165,7 @@ def _random_scales(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def _assert_gemm(got, exact, factors, dtype) -> None:
-    """Check that the error is at most one rounding to `dtype` plus that of the float32 sums."""
+    """Check that the error is at most one rounding to `dtype` plus the rounding of float32 sums."""
     allowed = float(jnp.finfo(dtype).eps) + max(4 * float(jnp.finfo(factors).eps), 2e-6)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
@@ -262,7 +262,7 @@ FEW = [
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
     (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
-# The block scales of this GEMM are so many that they need several copies.
+# This GEMM has too many block scales for a single copy.
 DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))
 
 
@@ -292,7 +292,7 @@ def interpreted(monkeypatch):
 
 
 def _is_default(case, grouped, gated):
-    """Return whether the default tier tests this combination. It tests one combination per case."""
+    """Return whether the default tier tests this combination: one combination per case."""
     index = FEW.index(case)
     return grouped == (index >= 4 or index % 2 == 0) and gated == (index in (1, 3, 5, 7))
 
@@ -333,8 +333,8 @@ def _check_few_rows(rows, depth, config, grouped, gated):
     _assert_gemm(got.astype(F32).sum(0), _gated(exact) if gated else exact, F32, BF16)
 
 
-# In some cases, a program has no tile. In others, it has several. A tile takes more steps than the
-# pipeline has stages, or fewer.
+# In some cases, a program has no tile; in other cases, it has several tiles. In some cases, a tile
+# takes more steps than the pipeline has stages; in other cases, fewer.
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("rows_depth_and_config", "grouped", "gated"),

@@ -15,7 +15,8 @@ from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 from tests.reference import kernels as reference
 
 # (rows, depth, configuration) of GEMMs. A configuration has: splits of the depth, rows per tile,
-# consumer warpgroups, pipeline stages. A tile takes from one step to three steps per stage.
+# consumer warpgroups, pipeline stages. The number of steps of a tile is between 1 and about three
+# times the number of stages.
 CASES = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 640, FewRowsConfig(1, 8, 2, 3)),
@@ -33,8 +34,8 @@ def races_raise():
     """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
     Not every race is found: a copy into a stage may start before all readers of the stage are done.
-    The fixture needs JAX 0.12: in JAX 0.11, interpret mode requires a wait for every phase of a
-    barrier, but our kernels do not wait for the last phases of the "stage is empty" barrier.
+    The fixture needs JAX 0.12: in JAX 0.11, interpret mode requires that a kernel waits for every
+    phase of a barrier. The kernels do not wait for the last phases of the "stage is empty" barrier.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -66,8 +67,8 @@ def test_gated_gemm_applies_the_activation(rows, depth, config):
     _assert_gated(hopper.few_rows_gated_gemm(x, weight, config=config), x, weight)
 
 
-# In some cases, programs have no tile, and in some several tiles. A tile takes more or fewer steps
-# than the pipeline has stages.
+# In some cases, a program has no tile; in other cases, it has several tiles. In some cases, a tile
+# takes more steps than the pipeline has stages; in other cases, fewer.
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "stages", "programs"),

@@ -28,9 +28,9 @@ SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32,
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
-# The default tier tests only these shapes in interpret mode. A slot has one element, one chunk or
-# several chunks, and sizes are powers of two or not. XLA needs fewer shapes (`BY_XLA`), because its
-# code does not depend on them.
+# The default tier tests only these shapes in interpret mode. They include slots of one element, of
+# one chunk and of several chunks, and sizes that are not powers of two. The XLA code does not
+# depend on the shape, so fewer shapes (`BY_XLA`) test it.
 INTERPRETED = [SHAPES[i] for i in (0, 1, 4, 11, 12)]
 BY_XLA = [SHAPES[i] for i in (0, 1, 2)]
 
@@ -76,7 +76,8 @@ def _bits(array):
     ),
 )
 def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, backend):
-    """A GPU's division may be wrong in the last bit, and then be rounded to the next FP8 number."""
+    """A GPU's division may be wrong in the last bit, so the quotient may be rounded to an adjacent
+    number."""
     dtype, heads = dtype_and_heads
     rng = np.random.default_rng(3)
     kv = _pool(rng, F8, 5, 8, *heads)
@@ -96,7 +97,7 @@ def test_float8_pool_stores_values_divided_by_scales(dtype_and_heads, scales, ba
 
 
 def _stored_by(op, values, scales, backend):
-    """Store `values` [T, 1, H] as keys and as values by the op, token t in slot t.
+    """Store `values` [T, 1, H] as keys and as values with the op `op`, token t in slot t.
 
     Returns:
         The pool.
@@ -154,7 +155,8 @@ FLOAT8_DEFAULT += [((1, 128), True, Backend.XLA)]
     ),
 )
 def test_rotated_keys_are_written_to_a_float8_pool(partials_and_size, with_norms, backend):
-    """The stored keys are the keys of a bfloat16 pool, rounded to FP8. The queries are the same."""
+    """The stored keys are the keys of a bfloat16 pool, rounded to FP8. The queries do not
+    change."""
     num_partials, size = partials_and_size
     rng = np.random.default_rng(4)
     shape, slots = (num_partials, 5, 6 + 2 * 2, size), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)

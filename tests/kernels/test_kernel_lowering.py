@@ -163,8 +163,8 @@ def test_fp8_scales_are_kernel_inputs_so_that_layers_share_a_compiled_kernel():
     assert call.count("tensor<1xf32>") == 2
 
 
-# Head sizes below the 16 columns of a tensor-core tile, sizes that are no powers of two, and the
-# largest size.
+# The list has head sizes below the 16 columns of a tensor-core tile, sizes that are no powers of
+# two, and the largest size.
 HEAD_SIZES = (2, 8, 12, 16, 24, 32, 40, 64, 80, 96, 128, 200, 256)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LOWERED = {
@@ -198,7 +198,8 @@ def test_each_op_lowers_to_one_kernel(dtype, head_size):
     [7, 8, 256, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4, 32, 64, 128))],
 )
 def test_ops_lower_for_every_block_size(block_size):
-    """Blocks of fewer than 8 slots use the Triton prefill kernel; the others use the Hopper one."""
+    """Blocks of fewer than 8 slots use the Triton prefill kernel; the others use the Hopper
+    kernel."""
     operations = _operations(BF16, 128, block_size)
     names = "norms, rope and split decode", "decode", "prefill", "prefill, cap, window"
     for name in (*names, "norms, rope and write", "write", "copy"):
@@ -283,8 +284,8 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
 
     text = lower(run, *arguments, device=device)
     # Three small kernels choose experts, list tiles and sum rows. If the GEMMs are Triton kernels,
-    # a fourth small kernel gathers the rows of the first GEMM. If there are few pairs (token,
-    # choice), one more kernel sorts the pairs, and XLA does no work between the kernels.
+    # a fourth small kernel gathers the rows of the first GEMM. With few pairs (token, choice), one
+    # more kernel sorts the pairs, and XLA runs no other kernel.
     few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
     num_small = (3 if gemm == "mosaic_gpu" else 4) + few_pairs
     assert (re.search(r"stablehlo\.(sort|scatter|add|select|compare)", text) is None) == few_pairs

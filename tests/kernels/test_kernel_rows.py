@@ -31,8 +31,9 @@ SHAPES += [(BF16, 8, (8, 8), 256, True), (F32, 8, (20, 1), 80, False), (F32, 8, 
 SHAPES += [(F32, 8, (4, 2), 4, False), (BF16, 16, (6, 2), 8, True), (BF16, 8, (2, 1), 12, True)]
 SHAPES += [(F16, 8, (4, 4), 24, False), (F32, 16, (6, 2), 40, True), (F32, 2, (4, 2), 32, True)]
 SHAPES += [(BF16, 256, (4, 1), 64, False)]
-# The default tier tests only these shapes in interpret mode. They have each dtype and kind of head
-# size, with and without norms. The KV heads are an odd number, a power of two, or more than a tile.
+# The default tier tests only these shapes in interpret mode. The shapes cover each dtype and each
+# kind of head size, with and without norms. The number of KV heads is odd, or a power of two, or
+# larger than a tile.
 INTERPRETED = [SHAPES[i] for i in (1, 2, 5, 9, 12)]
 BY_XLA = [SHAPES[i] for i in (2, 4)]
 EPS = 1e-3
@@ -42,7 +43,7 @@ NUM_BLOCKS = 5
 def _with_dtypes(*shapes):
     """Return each combination of shape, dtype and backend.
 
-    The default tier tests XLA with two shapes only, because its code does not depend on shapes.
+    The XLA code does not depend on the shape, so the default tier tests XLA with two shapes only.
     """
     return with_dtypes(shapes, [F32, BF16, F16], num_by_xla=2)
 
@@ -270,7 +271,7 @@ def _inputs(seed, x_shape, weight_shape, dtype):
 
 
 def _assert_gemm(got, exact, depth, dtype):
-    """Check that the error is at most one rounding to `dtype` plus that of `depth` float32 sums."""
+    """Check that the error is at most one rounding to `dtype` plus the rounding of float32 sums."""
     allowed = 8 * float(jnp.finfo(dtype).eps) + 4 * depth**0.5 * float(jnp.finfo(F32).eps)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
@@ -318,7 +319,7 @@ def test_split_k_gemm_with_a_large_weight_matches_reference(rows):
     _assert_gemm(sum_partials(partials, F32), exact, 2304, partials.dtype)
 
 
-# On a GPU with 132 SMs, a program of the few-rows kernel has 128 columns, and a program of the
+# On a GPU with 132 SMs, a program of the few-rows kernel computes 128 columns. A program of the
 # many-rows kernel computes two or three tiles. GPUs with fewer SMs use XLA's GEMM.
 @pytest.mark.gpu
 @pytest.mark.parametrize(

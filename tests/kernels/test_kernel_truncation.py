@@ -33,8 +33,8 @@ def _parameters(rows):
 def _kept(logits, rows, backend):
     """Run `truncation_mask`, and return the mask of kept tokens.
 
-    Small inputs are padded with tokens of logit -inf and with more rows. They all have the same
-    shape then, so that JAX compiles the op once.
+    Small inputs are padded with tokens of logit -inf and with more rows. All small inputs then have
+    the same shape, so JAX compiles the op once.
     """
     logits = np.asarray(logits, np.float32)
     num_rows, width = logits.shape
@@ -144,7 +144,7 @@ LARGE = {
     "normal": lambda rng, shape: rng.randn(*shape) * 2,
     "nearly flat": lambda rng, shape: rng.randn(*shape) * 0.1,
     "peaked": lambda rng, shape: rng.standard_t(2, shape) * 3,
-    # There are more candidate tokens than the kernel can collect.
+    # The number of candidate tokens exceeds the number that the kernel can collect.
     "many ties": lambda rng, shape: np.round(rng.randn(*shape) * 2) / 2,
     "one value": lambda rng, shape: np.full(shape, 3.0),
 }
@@ -176,8 +176,8 @@ def test_truncation_of_a_large_vocabulary_matches_sorted_reference(name, backend
     ),
 )
 def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
-    # Each row's top_p equals the total probability of the row's `count` + 1 most probable tokens up
-    # to rounding, so a different rounding in another batch would change the mask.
+    # Up to rounding, each row's top_p equals the total probability of the row's `count` + 1 most
+    # probable tokens. A different rounding in another batch would therefore change the mask.
     logits = np.random.RandomState(1).randn(16, 300).astype(np.float32)
     weight = np.sort(np.exp(logits - logits.max(axis=1, keepdims=True)), axis=1)[:, ::-1]
     mass = np.cumsum(weight, axis=1, dtype=np.float32) / weight.sum(axis=1, keepdims=True)

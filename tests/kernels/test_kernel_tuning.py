@@ -103,7 +103,7 @@ MEASURED_SPLITS = {
 
 
 @pytest.mark.parametrize("rows", [*MEASURED_SPLITS])
-def test_number_of_gemm_splits_is_the_fastest_measured_one(rows):
+def test_gemm_uses_the_fastest_measured_number_of_splits(rows):
     def splits(depth, width, itemsize=2):
         return gemm_tuning.num_splits(GemmProblem(rows, depth, width, itemsize))
 
@@ -172,7 +172,7 @@ def test_hopper_gemm_prefetch_is_limited_for_large_weights():
     assert _few_rows(8, 4096, 6144).num_stages == 10
     for rows in (8, 64, 128):
         assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4
-    # Two tiles of rows read each column of the weight.
+    # With 256 rows there are two tiles of rows, and both read the whole weight.
     assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6
 
 
@@ -283,7 +283,8 @@ def test_channel_scaled_gemms_use_xla_if_the_kernel_leaves_sms_idle():
     # The kernel would need 224 programs, but there are 132 SMs.
     assert _fp8(64, 4096, 28672)[0] is None
     assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
-    # The kernel would have 96 wide tiles, or 192 narrow tiles in two rounds, for 132 SMs.
+    # With 96 wide tiles, 36 of 132 SMs would be idle. With 192 narrow tiles, 72 SMs would be idle
+    # in the second round.
     assert _fp8(512, 4096, 6144)[1] is None
     assert _fp8(512, 4096, 6144, grouped=True)[1] is not None
     # The GEMM has 128 narrow tiles or 64 wide tiles. Narrow tiles keep more SMs busy.

@@ -12,7 +12,9 @@ from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from pallas_kernels import FP8, Backend, LayerKV, pack_fp8_pairs
 
-NUM_SEQS, NUM_TOKENS = 4, 32  # sequences in a step, tokens in a prefill step
+# `NUM_SEQS` is the maximum number of sequences in a step. `NUM_TOKENS` is the maximum number of
+# tokens in a prefill step.
+NUM_SEQS, NUM_TOKENS = 4, 32
 BLOCK_SIZE, TABLE_WIDTH = 8, 6
 NUM_BLOCKS = 1 + NUM_SEQS * TABLE_WIDTH
 MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH

@@ -133,7 +133,7 @@ def test_eos_token_ids_are_read(value, ids):
     assert read_model_config(LLAMA | {"eos_token_id": value}).eos_token_ids == ids
 
 
-def test_missing_eos_token_id_defaults_to_that_of_the_family():
+def test_missing_eos_token_id_gets_the_default_of_the_model_family():
     found = {c["model_type"]: read_model_config(c).eos_token_ids for c in (GPT2, OPT, QWEN3)}
     assert found == {"gpt2": (50256,), "opt": (2,), "qwen3": ()}
 

@@ -1,4 +1,5 @@
-"""Test that the contiguous decoder gives the greedy tokens of `transformers` for every family."""
+"""Test that the decoder of the benchmarks, which has a contiguous KV cache, gives the greedy tokens
+of `transformers` for every family."""
 
 import numpy as np
 import pytest

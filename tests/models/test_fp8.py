@@ -65,7 +65,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     ("weights", "rows"),
     [*itertools.product(["channel", "tensor"], ["token", "static"]), ("block", "group")],
 )
-def test_compressed_tensors_checkpoint_gives_that_librarys_logits(tmp_path, weights, rows):
+def test_compressed_tensors_checkpoint_gives_the_logits_of_the_library(tmp_path, weights, rows):
     model = random_model(**(WIDE if weights == "block" else SMALL))
     expected = made.compressed(model, tmp_path, weights, rows)
     ours = load(tmp_path)

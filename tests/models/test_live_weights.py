@@ -260,7 +260,7 @@ def test_weight_update_may_contain_a_tied_head_and_the_embedding(qwen: Checkpoin
 
 
 @pytest.mark.full
-def test_weight_update_with_missing_parts_is_refused(qwen: Checkpoint):
+def test_weight_update_that_lacks_a_parameter_is_refused(qwen: Checkpoint):
     state = nnx.to_pure_dict(qwen.state())
     del state["final_norm"]
     with pytest.raises(ValueError, match=re.escape("final_norm.weight (comes from final_norm.we")):
@@ -269,7 +269,7 @@ def test_weight_update_with_missing_parts_is_refused(qwen: Checkpoint):
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["channel", "tensor", "block"])
-def test_quantized_checkpoints_take_quantized_and_wide_weights(tmp_path: Path, weights: str):
+def test_fp8_model_accepts_updates_with_fp8_and_unquantized_weights(tmp_path: Path, weights: str):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
     wide = Checkpoint(tmp_path / "wide", "llama", sizes=sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(wide.folder)

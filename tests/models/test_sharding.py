@@ -60,7 +60,7 @@ def config_of(case: str) -> ModelConfig:
     return replace(config, enable_expert_parallel=case == "whole-experts")
 
 
-def test_shards_split_the_axis_whose_size_per_device_is_smaller():
+def test_sharded_axis_is_the_axis_that_is_smaller_on_each_device():
     assert shard_slices((6, 4), (6, 2), device_index=1, count=2) == [
         ShardSlice((0, 2), (0, 0), (6, 2))
     ]
@@ -83,9 +83,9 @@ def test_each_device_holds_its_own_query_key_and_value_heads():
 @pytest.mark.parametrize(
     ("count", "parts", "starts"),
     [
-        # 8 devices, 8 query heads, 2 KV heads: four devices hold the same KV head.
+        # With 8 devices, 8 query heads and 2 KV heads, four devices hold the same KV head.
         (8, [(8, 1), (2, 1), (2, 1)], [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]),
-        # 4 devices, 4 query heads, 2 KV heads, and 2 scale blocks for each head.
+        # This case has 4 devices, 4 query heads, 2 KV heads, and 2 scale blocks for each head.
         (4, [(8, 2), (4, 2), (4, 2)], [[2 * i, 8 + i // 2 * 2, 12 + i // 2 * 2] for i in range(4)]),
     ],
     ids=["heads", "scale blocks"],

@@ -17,7 +17,7 @@ PROMPTS, NUM_TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 
 
 
 def main(name: str) -> None:
-    """Compare greedy tokens and their log-probabilities, in float32."""
+    """Compare greedy tokens and log-probabilities of the engine with those of the package."""
     module = importlib.import_module(f"examples.{name}")
     settings = dict(jax.config.values)
     own = module.small_model()

@@ -53,7 +53,7 @@ PARIS = '{"city": "Paris", "days": 3}'
 WEATHER = ("call", "get_weather", PARIS)
 
 TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
-    # Calls as the chat templates of Qwen 2.5, Qwen 3 and Hermes ask for them.
+    # The chat templates of Qwen 2.5, Qwen 3 and Hermes ask for calls in this format.
     (
         "hermes",
         "I will look.\n\n<tool_call>\n"
@@ -66,13 +66,13 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
         [WEATHER, ("call", "now", "{}")],
     ),
-    (  # arguments before the name, and an additional key
+    (  # The call has the arguments before the name, and an additional key.
         "hermes",
         '<tool_call>{"id": 7, "arguments": {"q": "\\u00e9\\n \\"}{ é"}, "name": "f", "x": [{}]}'
         "</tool_call> Done.\n",
         [("call", "f", '{"q": "\\u00e9\\n \\"}{ é"}'), ("content", " Done.\n")],
     ),
-    (  # a line break within a string, and no closing tag
+    (  # The call has a line break within a string, and no closing tag.
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"code": "a\nb", "n": [-1.5e3, true, null]}',
         [("call", "f", '{"code": "a\nb", "n": [-1.5e3, true, null]}')],
@@ -92,7 +92,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         [("call", "f", '{"a": 1,, "<tool_call>"}}'), ("call", "now", "{}")],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [("call", "f", '{"a": "b')]),
-    # Calls of Llama 3.1 and 3.2.
+    # Llama 3.1 and 3.2 write calls in this format.
     (
         "llama3_json",
         '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
@@ -114,7 +114,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '{"name": "now", "parameters": {}}; then {"name": "f", "parameters": {}}',
         [("call", "now", "{}"), ("content", '; then {"name": "f", "parameters": {}}')],
     ),
-    # Calls of Mistral 7B v0.3, and calls with the newer tokenizers.
+    # Mistral 7B v0.3 writes a list of calls. Newer models of Mistral write one tag for each call.
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
@@ -132,7 +132,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
         '[TOOL_CALLS]f[ARGS]{"a": oops[TOOL_CALLS]now{} ',
         [("call", "f", '{"a": oops'), ("call", "now", "{}")],
     ),
-    # Qwen3-Coder.
+    # Qwen3-Coder writes calls in this format.
     (
         "qwen3_xml",
         "I will look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -161,7 +161,7 @@ TRANSCRIPTS: list[tuple[str, str, ParsedParts]] = [
             )
         ],
     ),
-    (  # without the outer tags, and with an unknown function and unknown parameters
+    (  # The call lacks the outer tags, and its function and parameters are unknown.
         "qwen3_xml",
         "<function=f><parameter=a>1</parameter></function> Done",
         [("call", "f", '{"a": "1"}'), ("content", " Done")],
@@ -253,7 +253,7 @@ def test_text_that_resembles_a_call_is_content(family: str):
         check_any_two_chunks(text, expected, tool_calls=family)
 
 
-# Random texts, split into random chunks
+# The following tests parse random texts in random chunks.
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "["),
@@ -445,7 +445,7 @@ def test_buffer_limit_does_not_depend_on_the_chunks():
         assert kinds == (["content"] if size < most else ["content", "call"])
 
 
-def test_only_the_first_call_is_parsed_without_parallel_calls():
+def test_only_the_first_call_is_parsed_if_parallel_calls_are_disabled():
     text = TRANSCRIPTS[1][1] + "and text"
     expected = [WEATHER, ("content", "\nand text")]
     check_any_two_chunks(text, expected, tool_calls="hermes", parallel=False)

@@ -74,7 +74,7 @@ def paired(numbers):
 
 
 def unpaired(pool):
-    """Return the numbers of a pool, which may contain FP8 pairs."""
+    """Return the numbers of a pool. Each element of a uint16 pool holds two FP8 numbers."""
     pool = np.asarray(pool)
     return pool.view(ml_dtypes.float8_e4m3fn) if pool.dtype == np.uint16 else pool
 
@@ -86,7 +86,10 @@ def float8(x, scale):
 
 
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64):
-    """Return queries [T, N, H], and the pool with the tokens' keys and values; all in `dtype`."""
+    """Return queries [T, N, H], and the pool with the tokens' keys and values.
+
+    All returned arrays have the dtype `dtype`.
+    """
     num_kv_heads = kv[0].shape[2]
     rotated = np.asarray(qkv).astype(dtype).sum(axis=0)
     num_heads = rotated.shape[1] - 2 * num_kv_heads
@@ -116,7 +119,8 @@ def rope_decode_attention(
 
 
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
-    """Return the normalized rows and the rows of hidden + the sum of update's partials."""
+    """Return the normalized sums and the sums. A sum is a row of `hidden` plus the partials of
+    `update`."""
     total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)
     normed = np.zeros_like(total)
     for t, row in enumerate(total):
@@ -127,7 +131,7 @@ def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
 def gated_silu(gate_up, *, dtype=np.float64):
     """Return silu(gate) * up, rows [T, F]."""
     gate, up = np.moveaxis(np.asarray(gate_up).astype(dtype), 1, 0)
-    with np.errstate(over="ignore"):  # exp overflows if the gate is closed
+    with np.errstate(over="ignore"):  # exp(-gate) may be inf; the quotient is then 0
         return gate / (1 + np.exp(-gate)) * up
 
 
@@ -138,7 +142,7 @@ def gated_gemm(x, weight, *, dtype=np.float64):
 
 
 def to_fp8(x, scale):
-    """Return the nearest of all finite e4m3 numbers, or the even one of two nearest numbers."""
+    """Return the finite e4m3 number nearest to x / scale. On a tie, its last bit is 0."""
     bits = np.arange(256, dtype=np.uint8)
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     usable = np.isfinite(numbers)
@@ -157,7 +161,10 @@ def scaled_gemm(x, weight, x_scale, weight_scale):
 
 
 def fused_layer(attention_output, hidden, weights, *, eps, dtype=np.float64):
-    """Return the residual stream [T, D] and the next layer's qkv [T, Q]."""
+    """Compute a layer after its attention, and the first projection of the next layer.
+
+    Return the residual stream [T, D], and the next layer's queries, keys and values [T, Q].
+    """
     attention_output, hidden = (np.asarray(x).astype(dtype) for x in (attention_output, hidden))
     output, norm, gate_up, down, next_norm, qkv = (np.asarray(w).astype(dtype) for w in weights)
     streams, projected = [], []
@@ -204,7 +211,8 @@ def _kept(row, temperature, min_p, top_p, top_k):
 
 
 def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """Return the adjusted logits. `scores/adjustments.py` defines the bits of words and kinds."""
+    """Return the adjusted logits. `words` is `Adjustments.token_state`, `rows` is its `state_rows`,
+    and `kinds` is its `row_flags`."""
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
@@ -300,7 +308,7 @@ def route(
     first_expert=0,
     num_local_experts=None,
 ):
-    """Return weights, experts, order, positions and offsets of `pallas_kernels.route`."""
+    """Return weights, experts, order, positions and offsets as `pallas_kernels.route` does."""
     logits = np.asarray(logits, np.float64)
     (num_rows, num_experts), num_pairs = logits.shape, len(logits) * num_choices
     num_local = num_experts if num_local_experts is None else num_local_experts
@@ -327,7 +335,7 @@ def route(
 
 
 def experts(x, gate_up, down, weights, chosen):
-    """Return the weighted sum of the experts of each token; expert E stands for no expert."""
+    """Return the weighted sum of the experts of each token. Expert E stands for no expert."""
     x, gate_up, down = (np.asarray(each, np.float64) for each in (x, gate_up, down))
     out = np.zeros(x.shape)
     for t, row in enumerate(x):
@@ -339,9 +347,10 @@ def experts(x, gate_up, down, weights, chosen):
 
 
 def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
-    """Return silu(gate) * up [T, k, F] of each pair; expert E stands for no expert.
+    """Return silu(gate) * up [T, k, F] of the k experts of each token.
 
-    The matrices are in FP8, and each number of a matrix has a scale.
+    Expert E stands for no expert; its rows are zeros. The matrices are in FP8, and each number of
+    a matrix has a scale.
     """
     out = np.zeros((*np.shape(chosen), weight.shape[1] // 2))
     for t, c in np.ndindex(*np.shape(chosen)):
@@ -352,9 +361,10 @@ def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
 
 
 def scaled_expert_down_gemm(x, weight, x_scale, weight_scale, weights, chosen):
-    """Return the weighted sum of the pairs [T, k, F] of each token; expert E stands for no expert.
+    """Return the weighted sum of the down projections [T, D] of each token's k experts.
 
-    The matrices are in FP8, and each number of a matrix has a scale.
+    `x` [T, k, F] has a row for each token and expert. Expert E stands for no expert; its rows are
+    ignored. The matrices are in FP8, and each number of a matrix has a scale.
     """
     out = np.zeros((len(x), weight.shape[1]))
     for t, c in np.ndindex(*np.shape(chosen)):

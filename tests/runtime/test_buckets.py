@@ -74,7 +74,7 @@ def test_prefill_buckets_between_powers_of_two_are_compiled_only_for_many_sequen
     many = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert token_sizes(256, 256) == many
     # A step of 384 tokens cannot have 512 sequences, so 384 tokens have no bucket of 512 sequences.
-    # They have a bucket of 8 sequences instead.
+    # For 384 tokens, there is a bucket of 8 sequences instead.
     assert token_sizes(512, 8) == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 

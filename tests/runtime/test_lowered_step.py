@@ -2,6 +2,7 @@
 on a host without a GPU."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -170,8 +171,8 @@ def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
     assert many - few == NUM_LAYERS
-    # One more launch per layer rotates the keys of all tokens, and writes keys and values to the KV
-    # cache.
+    # Besides attention, one more launch per layer rotates the keys of all tokens, and writes keys
+    # and values to the KV cache.
     assert many <= NUM_LAYERS * (KERNELS_PER_LAYER + 1)
 
 
@@ -286,6 +287,21 @@ def test_more_equal_layers_of_a_jax_model_add_only_calls(name: tuple):
         assert many.count(line) == few.count(line)
     found, added = launches(many), launches(few)
     assert found[KERNEL] + found[HOPPER_KERNEL] > added[KERNEL] + added[HOPPER_KERNEL]
+
+
+def test_triton_operations_do_not_search_for_the_module_of_their_dialect(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    searched = []
+
+    class Finder:
+        def find_spec(self, name: str, *_: Any) -> None:
+            searched.append(name)
+
+    recipe = all_recipes("qwen3-0.6b", 1)["decode", 16]
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    lowered_for_gpu(recipe)
+    assert not [name for name in searched if name.endswith(".tt")]
 
 
 @reads_device_from_mesh
@@ -431,7 +447,7 @@ def test_all_reduces_of_long_prompts_use_xla():
 
 def test_equal_layers_are_lowered_once():
     text = step("qwen3-0.6b", "decode", 8)
-    # The first layer is not equal to the others: no residual is added before its norm.
+    # The first layer differs from the other layers: no residual is added before its norm.
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 

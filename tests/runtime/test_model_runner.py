@@ -51,8 +51,8 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     split = SplitModel.of(loaded)
     shapes = DeviceShapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    # The second builder must load stored programs. The test gives it a model without a treedef,
-    # which JAX cannot trace.
+    # The second builder must load stored programs. It cannot trace them, because its model has no
+    # treedef.
     for traced in (split, replace(split, treedef=None)):
         with ProgramBuilder(2, store) as builder:
             builder.add(Recipes(traced, shapes, CONFIG))
@@ -275,7 +275,7 @@ def test_new_batch_rows_are_loaded_onto_the_device_by_one_launch(
     assert len(launched) == 2
 
 
-def test_best_of_samples_get_logprobs(driver: Driver):
+def test_samples_of_a_best_of_request_get_logprobs(driver: Driver):
     params = SamplingParams(temperature=0.5, seed=1, n=1, best_of=2)
     (sequence, _) = driver.request(params, PROMPT, 2).sequences
     driver.prefill(sequence, [1, 2])

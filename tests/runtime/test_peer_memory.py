@@ -99,7 +99,7 @@ def test_peer_memory_needs_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_unfinished_launches_of_prompt_logprobs_are_limited(is_shared: bool):
-    """Without the bound, a launch would block without a time limit if a device hangs."""
+    """With too many unfinished launches, the next launch would block forever if a device hangs."""
     num_rows = 64
     length = 20 * num_rows
     stop = StopCriteria(max_tokens=1)

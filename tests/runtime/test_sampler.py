@@ -445,7 +445,7 @@ def test_loading_any_number_of_rows_replaces_their_old_sampling_state():
     state = state._replace(token_state=jnp.full_like(state.token_state, 3))
     state = _load(state, rows, width)
     token_state = np.asarray(state.token_state)
-    assert (token_state[-2] == 3).all()  # a batch row for which the test loaded no state
+    assert (token_state[-2] == 3).all()  # no state was loaded for this batch row
     for tokens, num_prompt, found in zip(sequences, prompts, token_state[:-2], strict=True):
         expected = np.bincount(tokens[num_prompt:], minlength=width)
         expected[np.unique(tokens[:num_prompt])] |= IN_PROMPT

@@ -1,4 +1,4 @@
-"""`jpaged.serve.serve` serves an engine of the calling process over HTTP."""
+"""Test `jpaged.serve.serve`, which serves an engine of the calling process over HTTP."""
 
 import json
 import os

@@ -70,7 +70,7 @@ def url(server: ServerProcess) -> Iterator[str]:
         (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
         if float(used) == 0:
             return
-    raise AssertionError(f"of the pool {used} is still in use")
+    raise AssertionError(f"blocks are still in use: {used} of the pool")
 
 
 def run(code: str, url: str, folder: Path) -> str:

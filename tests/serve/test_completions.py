@@ -194,7 +194,7 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     serve(scenario)
 
 
-def test_logprobs_depend_on_the_logprobs_mode_and_include_the_kept_mass(
+def test_processed_logprobs_sum_to_one_over_the_kept_tokens_and_include_kept_mass(
     serve: Run, engines: Callable[..., Engine]
 ):
     fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}

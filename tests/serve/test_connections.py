@@ -262,7 +262,8 @@ def is_quick(times: list[float]) -> bool:
     """Return whether the server sent its answers without waiting for a TCP acknowledgement.
 
     Waiting for an acknowledgement adds 40 ms to each answer after the first few. Otherwise an
-    answer takes 0.5 ms. Only the fifth fastest answer is checked, because a busy machine pauses.
+    answer takes 0.5 ms. Only the fifth fastest answer is checked, because a busy machine delays
+    some answers.
     """
     return sorted(times[20:])[4] < 0.005
 

@@ -1,4 +1,4 @@
-"""The endpoints that pause the engine, let it sleep and update its weights."""
+"""Test the endpoints that pause the engine, let it sleep and update its weights."""
 
 import asyncio
 import shutil
@@ -54,7 +54,9 @@ def test_server_has_no_control_endpoints_by_default(serve: Callable[..., None]):
     serve(scenario)
 
 
-def test_control_key_is_needed_and_opens_nothing_else(serve: Callable[..., None]):
+def test_control_endpoints_need_the_control_key_and_other_endpoints_refuse_it(
+    serve: Callable[..., None],
+):
     async def scenario(server: Server) -> None:
         for path in PATHS:
             for headers in ({}, bearer("client"), {"x-api-key": "wrong"}):
@@ -66,7 +68,7 @@ def test_control_key_is_needed_and_opens_nothing_else(serve: Callable[..., None]
     serve(scenario, api_keys=("client",), **CONTROL)
 
 
-def test_control_key_is_needed_however_the_path_is_written(serve: Callable[..., None]):
+def test_control_key_is_needed_for_every_spelling_of_the_path(serve: Callable[..., None]):
     async def scenario(server: Server) -> None:
         mounted = httpx.ASGITransport(server.app, root_path="/api")
         async with httpx.AsyncClient(transport=mounted, base_url="http://jpaged") as http:

@@ -62,7 +62,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     start = time.thread_time()
     size = len(msgspec.json.encode(PoolDiff(0, changes)))
     assert time.thread_time() - start < 0.5
-    # The snapshot has four numbers for each block. They may take 28 bytes together.
+    # The snapshot has four numbers for each of the 100,000 blocks: at most 28 bytes per block.
     assert size < 2_800_000
     blocks = ChangedBlocks([5], [2], [0])
     one = PoolDiff(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
@@ -350,7 +350,7 @@ def test_viewer_gets_a_snapshot_and_then_diffs():
         source = Source(diffs_of(BLOCK), diffs_of(FREED, steps=1), diffs_of(steps=1))
         hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events, aclosing(hub.stream_events()) as late:
-            assert source.num_asked == 0  # without viewers
+            assert source.num_asked == 0  # no fetch while no viewer reads
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
             assert held_blocks(snapshot) == [3]
@@ -456,7 +456,8 @@ def test_long_block_text_causes_no_further_snapshots(
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
         run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
-    assert engine.stats().num_cached_blocks > 100  # two diffs cannot hold the text of these blocks
+    # A diff may contain the text of at most 50 blocks.
+    assert engine.stats().num_cached_blocks > 100
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:

@@ -150,7 +150,8 @@ def test_basic_credentials_are_accepted_only_from_the_servers_page(serve: Run):
             assert answer.status_code == 403
             assert "Bearer" in answer.json()["error"]["message"]
             assert (await http.get("/picture/events", headers=key | other)).status_code == 403
-            bearers = bearer("a:key") | other  # browsers send no Bearer header without a script
+            # A browser sends a Bearer header only if a script sets it.
+            bearers = bearer("a:key") | other
             assert (await http.post(PATH, json=asked, headers=bearers)).status_code == 200
         assert (await http.post(PATH, json=asked, headers=key)).status_code == 403
         assert (await http.get("/v1/models", headers=key)).status_code == 200
@@ -198,7 +199,7 @@ def test_total_size_of_pending_request_bodies_is_limited(serve: Run):
         assert (await server.http.get("/load")).status_code == 200
         rest.set()
         assert [(await each).status_code for each in coming] == [200, 200]
-        for _ in range(3):  # a refused request must not reduce the remaining bytes
+        for _ in range(3):  # the bytes of a refused request must not stay counted
             too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
             assert too_large.status_code == 413
             await server.canary()
@@ -223,7 +224,7 @@ def test_request_body_counts_toward_the_size_limit_until_its_response_ends(serve
 @pytest.mark.usefixtures("slow")
 def test_full_queue_gets_503(serve: Run, engine: Engine):
     async def scenario(server: Server) -> None:
-        first = [RawRequest(server.app, PATH, LONG) for _ in range(10)]  # 8 run, 2 wait
+        first = [RawRequest(server.app, PATH, LONG) for _ in range(10)]  # 8 requests run, 2 wait
         await asyncio.sleep(0.2)
         answer = await server.http.post(PATH, json=LONG)
         assert answer.status_code == 503

@@ -314,7 +314,7 @@ class Stream:
     def take(self) -> float:
         """Return the longest gap between two events of the stream since the last call of `take`."""
         seen = len(self._gaps)
-        # let a gap between two events end
+        # Wait for more events, so that a gap that is open now ends and is recorded.
         while len(self._gaps) < seen + 3 and self._thread.is_alive():
             time.sleep(0.005)
         assert self._failure is None, self._failure

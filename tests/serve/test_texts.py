@@ -105,8 +105,7 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
 
 
 def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
-    """The test also checks that requests to /tokenize count towards the limit of requests per
-    client."""
+    """The test also checks that the limit of requests per client includes requests to /tokenize."""
 
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}

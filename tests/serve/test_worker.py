@@ -225,7 +225,7 @@ def test_invalid_message_from_the_engine_closes_the_client():
         ours, theirs = socket.socketpair()
         with theirs:
             client = await EngineClient.connect(ours)
-            send(theirs, b"\xc1")  # MessagePack has no such byte
+            send(theirs, b"\xc1")  # MessagePack never uses the byte 0xC1
             with pytest.raises(RuntimeError, match="sent an invalid message"):
                 await asyncio.wait_for(client.wait_ready(), 5)
             await client.stop()

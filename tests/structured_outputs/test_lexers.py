@@ -155,7 +155,7 @@ def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.Monke
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
     (plain,) = new_grammars().submit(spec, ENDING).result(20)
     limit_states(monkeypatch, 700)
-    # This fuel suffices to compile the grammar, but not to replay the answer's tokens.
+    # This limit of fuel suffices to compile the grammar, but not to replay the answer's tokens.
     monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
     (replaced,) = new_grammars().submit(spec, ENDING).result(20)
     start = replaced.inner
@@ -250,9 +250,13 @@ def resident_bytes() -> int:
 
 
 def measured_growth() -> dict[str, int]:
-    """Return the memory of lexers in bytes: with a low limit, with a high limit, and when idle.
+    """Return by how many bytes the memory of the process grows in four situations.
 
-    "running" is the memory while answers that received no token for a second still exist.
+    Returns:
+        bounded: Eight answers run, and the lexers of a grammar have a limit of 10 MiB.
+        unbounded: Eight answers run, and the limit is 512 MiB.
+        running: The eight answers exist, but have received no token for a second.
+        idle: All answers are deleted.
     """
     bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()

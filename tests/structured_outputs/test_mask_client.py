@@ -170,7 +170,8 @@ def test_entries_of_the_shared_mask_memory_are_reused(process: MaskWorkerClient)
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    assert max(places) <= 2 + 2 * 5  # some entries of ended answers may not be free yet
+    # The mask memory may still hold entries of answers that have ended.
+    assert max(places) <= 2 + 2 * 5
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
@@ -411,7 +412,7 @@ def test_worker_is_not_killed_if_the_engine_reads_its_report_late(
 
 
 def test_exit_of_a_forked_child_keeps_the_worker_running():
-    """Finalizers of the client run in the forked child too, and must not end the worker there."""
+    """When a forked child exits, the client's finalizers run, but must not end the parent's worker."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     begin_answers(process)
     pid = process.pid
@@ -439,7 +440,7 @@ def test_request_fails_when_the_worker_cannot_start(monkeypatch: pytest.MonkeyPa
             process.submit(WORDS, ENDING)
     with monkeypatch.context() as patch:
         patch.setattr(mask_client, "MAX_OPEN_FILES", 3)
-        with pytest.raises(RuntimeError, match=r"started: .*3 files are open"):
+        with pytest.raises(RuntimeError, match=r"started: .*has 3 open files"):
             process.submit(WORDS, ENDING)
     begin_answers(process)
 

@@ -200,7 +200,8 @@ def test_byte_decoder_matches_the_tokenizer(prompt: list[int], ids: list[int], s
     both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = both[: len(both) - len(text)]
     assert before + text == both
-    # Without output text, `before` may end in an incomplete character that the prompt started.
+    # `before` is the text of the prompt. If the output has no text, `before` may end in an
+    # incomplete character.
     if text:
         whole = tokenizer.decode(prompt, skip_special_tokens=skip)
         assert before.rstrip("\ufffd") == whole.rstrip("\ufffd")

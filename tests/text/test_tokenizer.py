@@ -90,7 +90,7 @@ def test_vocabulary_and_merges_load_without_tokenizer_json(tmp_path: Path):
     ]
 
 
-def test_special_tokens_are_known_and_skipped():
+def test_tokenizer_lists_special_tokens_and_can_skip_them_while_decoding():
     tokenizer = byte_level()
     ids = tokenizer.encode(f"a{START}b{EOS}")
     assert tokenizer.special_token_ids == {ids[1], ids[-1]}

@@ -40,7 +40,7 @@ def test_folder_of_the_embedded_model_is_small_and_complete(hf_model):
     assert json.loads((FOLDER / "config.json").read_text())["eos_token_id"] == EOS_TOKEN_IDS
 
 
-def test_shipped_tokenizer_has_the_vocabulary_of_the_tool():
+def test_shipped_tokenizer_has_the_vocabulary_that_the_tool_builds():
     shipped = AutoTokenizer.from_pretrained(FOLDER)
     assert json.loads(shipped.backend_tokenizer.to_str())["model"]["merges"] == []
     assert shipped.get_vocab() == build_tokenizer().get_vocab()

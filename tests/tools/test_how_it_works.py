@@ -89,13 +89,13 @@ def numbers_of_the_page() -> list[str]:
         f"a *pool* of *blocks* of {workload.BLOCK_SIZE} slots",
         f"with {workload.NUM_HEADS} heads of {workload.HEAD_SIZE} elements",
         f"tiles of {rung_5_ragged.TILE} queries",
-        f"Blocks are of {scenes.BLOCK_SIZE} slots here",
-        f"in jpaged {EngineConfig().block_size} by default",
+        f"A block has {scenes.BLOCK_SIZE} slots in the pictures, "
+        f"and {EngineConfig().block_size} by default in jpaged",
         f"four beams of {len(before.tables[0].block_table)} blocks each are held in "
         f"{len(before.words)} blocks",
         f"blocks {freed[0]}, {freed[1]}, {freed[2]} and {freed[3]}, which only they held, are free",
-        f"B's prompt has {num_prefix + num_tokens[0]} tokens, of which {num_prefix} were computed "
-        f"for A: B's first step computes {num_tokens[0]}",
+        f"B's prompt has {num_prefix + num_tokens[0]} tokens. A has computed {num_prefix} of these "
+        f"tokens, so B's first step computes {num_tokens[0]}",
         f"and the pool has {num_blocks} blocks",
         f"A's prompt takes {turns[0].num_tokens['A']} tokens of the budget, and B gets the "
         f"{turns[0].num_tokens['B']}",

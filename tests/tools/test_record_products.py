@@ -17,7 +17,7 @@ from tools.record_products import (
 )
 
 
-def test_autotuning_files_are_found_and_remains_are_ignored(tmp_path: Path):
+def test_autotuning_files_are_found_and_temporary_files_are_ignored(tmp_path: Path):
     files = {
         "device/one.pb": b"\x80fast",
         "two.textproto": b"faster",
@@ -58,7 +58,7 @@ def test_gemms_with_fp8_weights_are_recorded_separately():
         for recipe in recipes
         for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
     }
-    # An FP8 pool has this dtype, because an element holds two FP8 numbers.
+    # An FP8 pool has the dtype uint16, because an element holds two FP8 numbers.
     assert "uint16" in pools
 
 

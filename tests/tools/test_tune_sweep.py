@@ -54,10 +54,8 @@ def _op(log: list) -> Op:
 
 
 class Clock:
-    """Runs a program once, and returns 1 s for the first program of a case, else 0.5 s.
-
-    The first program of a case is that of the heuristic.
-    """
+    """A fake timer. It runs a program once, and returns 1 s for the program of the heuristic, which
+    is the first program of each case. It returns 0.5 s for other programs."""
 
     def __init__(self, log: list, broken: Callable[[int], bool] = lambda call: False) -> None:
         self.log, self.calls, self.first, self.broken = log, 0, {}, broken
@@ -174,7 +172,7 @@ def test_timed_program_consumes_its_states_and_returns_new_ones():
     assert len(inputs.states) == num_calls(case)
 
 
-def test_states_of_a_timed_program_exceed_the_device_cache():
+def test_number_of_calls_in_a_timed_program_depends_on_the_size_of_the_state():
     assert num_calls(_case("long", 64, [])) == 16
     assert num_calls(_case("huge", 1 << 28, [])) == 4
     assert num_calls(_case("large", 1 << 22, [])) == 8

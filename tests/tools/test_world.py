@@ -116,7 +116,7 @@ def test_number_words_are_correct_and_five_digits_are_refused():
         number_words(10000)
 
 
-def test_batches_are_reproducible_and_the_loss_counts_whole_answers():
+def test_batches_are_reproducible_and_the_loss_counts_only_valid_tokens():
     shape = BatchShape(short_rows=8, long_rows=2)
     first, again = make_batch(3, 5, shape), make_batch(3, 5, shape)
     for rows, same in zip(first, again, strict=True):

@@ -170,7 +170,8 @@ def steps() -> str:
 
 
 def padding() -> str:
-    """Draw the (query, key) pairs that the naive kernel computes, above those of the ragged kernel.
+    """Draw the (query, key) pairs that the naive kernel computes, and below, the pairs that the
+    ragged kernel computes.
 
     Each sequence has a square with a row per query and a column per key. Pairs that a kernel
     computes only for padding are red.
@@ -259,8 +260,8 @@ def _mapping(
 ) -> str:
     """Draw a sequence on each side of the pool, with arrows from logical to physical blocks.
 
-    `copy` is a pair: a block, and the block to which it was copied. If `joined` is true, the words
-    of a logical block are drawn as one text.
+    `copy` names a block and the block to which it was copied. If `joined` is true, the words of a
+    logical block are drawn as one text.
     """
     width = _slot_width(snapshot)
     block, gap, held_by = BLOCK_SIZE * width, 100, 56
@@ -307,9 +308,9 @@ def _tree(
 ) -> dict[int, float]:
     """Return the y coordinate of each block in a drawing of beams as a tree.
 
-    Each beam in `before` ends in a block. These last blocks are `leaf_gap` apart. A block that
-    several beams share is in the middle of the blocks that follow it. Blocks that exist only in
-    `after` are next to the blocks that they follow, `child_gap` apart.
+    The last blocks of the beams in `before` are `leaf_gap` apart. Every other block is in the
+    middle of the blocks that follow it. If several blocks of `after` follow the same block, they
+    are `child_gap` apart.
     """
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])

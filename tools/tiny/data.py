@@ -241,7 +241,7 @@ class _Source:
         self._rng, self._long_length = rng, long_length
 
     def short(self, room: int = 320) -> Document:
-        """Return a single question with its answer, of at most 320 tokens."""
+        """Return a document of at most 320 tokens, with a single question and its answer."""
         rng = self._rng
         while True:
             if rng.random() < THOUGHTFUL:
@@ -256,8 +256,8 @@ class _Source:
     def long(self, room: int) -> Document:
         """Return a document for a long row.
 
-        The document should have at most `room` tokens, the part of the row that is still free. At
-        the start of a row, the whole row is free.
+        `room` is the number of tokens that are still free in the row. The document should have at
+        most `room` tokens, but may be longer.
         """
         rng = self._rng
         kind = rng.random()
@@ -274,10 +274,10 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Return the next document when `document` is too long for the remaining `room` tokens.
+        """Return a replacement for `document`, which has more tokens than the remaining `room`.
 
-        If `room` is over 64, the result is a single question, which may fit. Otherwise the result
-        is `document`, which begins a later row.
+        If `room` is over 64, return a single question, which may fit. Otherwise return `document`,
+        which then begins a new row.
         """
         return self.short() if room > 64 else document
 

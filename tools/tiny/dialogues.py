@@ -111,8 +111,8 @@ class Calculation:
 def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation:
     """Return a random question: to compute with two numbers, or to evaluate an expression.
 
-    The two numbers may be written in words. An expression has two or three numbers. With `beyond`,
-    an expression has up to five numbers, and a number has up to eight instead of six digits.
+    The two numbers may be written in words. An expression has two or three numbers. If `beyond` is
+    set, an expression has up to five numbers, and a number has up to eight instead of six digits.
     """
     kind = rng.random()
     if kind < 0.15:
@@ -127,8 +127,8 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Return a question about two numbers. `pair` contains (text in the question, numeral) for each
-    number."""
+    """Return a question that asks to compute with two numbers. For each number, `pair` contains its
+    text in the question, and the number as a numeral."""
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]
@@ -145,7 +145,7 @@ def _spoken(rng: random.Random) -> tuple[str, str]:
 def _numeral(rng: random.Random, beyond: bool = False) -> str:
     """Return a random number as text, usually a whole number of up to six digits.
 
-    With `beyond`, it has up to eight digits.
+    If `beyond` is set, the number has up to eight digits.
     """
     number = str(rng.randrange(10 ** rng.randint(1, 8 if beyond else 6)))
     kind = rng.random()

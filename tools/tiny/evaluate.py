@@ -64,7 +64,7 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
     """Return the held-out questions of a task, with their answers, in each form.
 
-    The result maps the forms "raw", "chat" and "turn" (see `evaluate`) to lists of documents.
+    The result maps each form ("raw", "chat" and "turn", see `evaluate`) to a list of documents.
     """
     if task in DIALOGUES:
         drawn = sample_dialogues(SEED, examples, task)

@@ -46,7 +46,7 @@ Batch = tuple[Rows, Rows]
 
 
 def stacked(params: Params) -> Params:
-    """Stack the parameters of the same kind of all layers to one array [layers, ...].
+    """Stack each kind of layer parameter over all layers, to one array [layers, ...].
 
     The optimizer then handles few arrays.
     """

@@ -282,9 +282,9 @@ def _count(
 ) -> Draft:
     """Return a question to count up or down, by ones or in larger steps.
 
-    The answer has from `lengths[0]` to `lengths[1]` characters; with larger steps, at most
-    `stepped`. If both numbers are above `untold`, the question always says whether to count up or
-    down.
+    The answer has from `lengths[0]` to `lengths[1]` characters. If the steps are larger than one,
+    it also has at most `stepped` characters. If the first and the last number are above `untold`,
+    the question always says whether to count up or down.
     """
     limit, show = (100, number_words) if words else (1000, str)
     numbers, answer, longest = [0], "", 0
@@ -310,7 +310,7 @@ def _count(
 def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
     """Return up to `most` equally spaced numbers from 0 to `limit` - 1.
 
-    In a third of the cases they descend.
+    One time in three, the numbers descend.
     """
     step = rng.choice((1, 1, 1, 2, rng.randint(2, 10), rng.choice((5, 10, 20, 25, 50, 100))))
     start = rng.choice((1, rng.randrange(10), rng.randrange(100), rng.randrange(limit)))

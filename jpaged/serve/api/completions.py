@@ -152,7 +152,10 @@ class CompletionsGeneration(ChoicesGeneration):
         }
 
     def _top_logprobs(self, candidates: LogprobsByToken) -> dict[str, float]:
-        """Return log-probabilities by token text; of tokens with equal texts, the highest."""
+        """Return a dict from token text to log-probability.
+
+        If several tokens have the same text, the dict has the highest of their log-probabilities.
+        """
         top: dict[str, float] = {}
         for token_id, found in candidates.items():
             text, logprob = self._format_token(token_id), clamp_logprob(found.logprob)

@@ -227,7 +227,7 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of the answers whose first chunk was made
+        self._started_answers: set[int] = set()  # numbers of the answers that have a chunk
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
@@ -245,8 +245,8 @@ class ChoicesGeneration(Generation):
     def _is_large(self, updates: list[RequestUpdate]) -> bool:
         """Return whether to encode these updates in a separate thread.
 
-        That is the case if they have many log-probabilities, for example after a slow client did
-        not read for some time.
+        Only updates with many log-probabilities are encoded in a thread. Many log-probabilities
+        collect when a slow client does not read for some time.
         """
         deltas = (own for _, delta in updates for own in delta.deltas)
         return sum(len(own.logprobs or ()) for own in deltas) > 8 * MAX_INLINE_LOGPROBS
@@ -389,8 +389,8 @@ class ChatGeneration(Generation):
         """Raise ApiError if the grammar of an answer with tool calls does not compile.
 
         To find the cause, compile each schema within the grammar separately, for at most
-        `GrammarTrial.seconds` each. The error names the first schema that fails, or `tools` if none
-        does.
+        `GrammarTrial.seconds` each. The error names the first schema that fails. If each schema
+        compiles alone, the error names `tools`.
         """
         try:
             await self._tokenizing.check_spec(spec, "tools", self._client)

@@ -221,7 +221,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
         return ResponseFormat(type="json_schema", json_schema=schema)
 
     def _sampling_fields(self) -> JsonObject:
-        """Return the sampling fields for `chat`; empty except in a `MessagesRequest`."""
+        """Return the sampling fields of `chat`. A request that counts tokens has none."""
         return {}
 
 

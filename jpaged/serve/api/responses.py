@@ -255,9 +255,10 @@ class _ChatMessageBuilder:
                     self._open_assistant_message(index, is_text=True)["reasoning_content"] = text
 
     def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
-        """Return the last message if it is an assistant's to continue, else a new message.
+        """Return the assistant message to which the next input item belongs.
 
-        Text after tool calls starts a new message.
+        That is the last message if the assistant wrote it. Otherwise, or if the item is text and
+        the last message already has tool calls, add a new message.
         """
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or (is_text and "tool_calls" in last):
@@ -266,7 +267,7 @@ class _ChatMessageBuilder:
         return self._messages[-1]
 
     def _complete_last_message(self) -> None:
-        """If the last message is an assistant's with only reasoning, set its `content` to ""."""
+        """Set the last message's `content` to "" if the assistant wrote only reasoning in it."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
             last["content"] = ""
@@ -284,7 +285,7 @@ class ResponsesGeneration(ChatGeneration):
         self._request_body = request_body
         self._num_events = 0
 
-    # Needed because the last event of a stream repeats the text of all items.
+    # Keep the text, because the last event of a stream repeats the text of all items.
     keeps_streamed_text = True
 
     @override

@@ -207,7 +207,8 @@ class Broadcast:
         snapshot = (
             None if pool_diffs.snapshot is None else self._with_token_text(pool_diffs.snapshot)
         )
-        # Later diffs do not repeat the token text of a snapshot, so send this text to all viewers.
+        # Only new viewers get the snapshot, but later diffs do not repeat its token text. So send
+        # the text to the other viewers as a diff.
         if snapshot is not None and snapshot.text:
             diffs.append(PoolDiff(snapshot.step, PoolChanges(), snapshot.text))
         if diffs or pool_diffs.stats != self._stats:
@@ -232,7 +233,7 @@ class Broadcast:
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Retrieve the task's exception, because asyncio logs an exception that nobody retrieves."""
+    """Retrieve the task's exception, because asyncio logs exceptions that are never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""Sampling of the pool for the dashboard, between the steps of the engine.
+"""Sampling of the KV block pool for the dashboard, between the steps of the engine.
 
 A sampler is idle until pool diffs are fetched. Then it samples after steps, but may use only a
 small fraction of the time. While the engine is idle, the time budget for samples grows. So a single
@@ -115,7 +115,7 @@ class PoolSampler:
         self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
     def _make_snapshot(self, tokens: bool) -> PoolDiff | None:
-        """Replace the `PoolWatch`, and return its first diff, which is a snapshot."""
+        """Start a new `PoolWatch`, and return its first diff, which is a snapshot of the pool."""
         started = self._work_clock()
         self.stop()
         num_token_blocks = MAX_TOKENS_PER_DIFF // self._engine.stats().block_size if tokens else 0

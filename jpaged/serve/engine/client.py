@@ -70,8 +70,8 @@ class UpdateStream:
 
     Attributes:
         has_started: Whether an update has arrived.
-        max_separate_updates: Maximum number of unread updates that stay separate. If there are
-            more, the updates of each request are merged.
+        max_separate_updates: Maximum number of unread updates that stay separate. If more
+            updates are unread, the updates of each request are merged.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class EngineClient:
                 if self._send(request) > _LARGE_MESSAGE_BYTES:
                     # Let the event loop serve other responses between large messages.
                     await asyncio.sleep(0)
-                if run.is_over:  # a request was refused
+                if run.is_over:  # the engine refused a request, so do not send the others
                     break
             yield run
         finally:
@@ -494,7 +494,7 @@ class AttachedEngine:
         return cls(await EngineClient.connect(sock, {}))
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Tell the engine's process that the server has ended."""
+        """Send `StopEngine`, on which `jpaged.serve.serve` returns in the engine's process."""
         await self.client.stop()
 
     def kill_and_close(self, reason: str) -> None:
@@ -502,7 +502,7 @@ class AttachedEngine:
         self.client.close(reason)
 
     async def exit_description(self, timeout: float = 2.0) -> str:
-        """Return an empty string: the engine's process prints its own errors."""
+        """Return an empty string, because the process that owns the engine prints its errors."""
         return ""
 
     def kill(self) -> None:

@@ -138,7 +138,7 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 class PoolDiff(msgspec.Struct):
-    """Changes of the pool between two samples, which the dashboard gets as JSON.
+    """Changes of the KV block pool between two samples, which the dashboard gets as JSON.
 
     Attributes:
         step: Number of engine steps before the second sample.
@@ -153,7 +153,7 @@ class PoolDiff(msgspec.Struct):
 
 
 class PoolDiffs(msgspec.Struct, tag=True):
-    """Report of the changes of the pool since the last fetch, for the dashboard.
+    """Report of the changes of the KV block pool since the last fetch, for the dashboard.
 
     Attributes:
         epoch: Number of times that the sampler has started. Changes that occur between two epochs

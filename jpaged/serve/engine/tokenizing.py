@@ -450,8 +450,8 @@ class TokenizingWorkers:
                 _worker_error(f"was killed ({signal.Signals(-code).name})")
             )
         elif code is not None and code >= 0:
-            # The fork exited by itself, so no limit was exceeded: a signal would have ended the
-            # fork.
+            # A signal ends a fork that exceeds a limit. This fork exited by itself, so the job
+            # exceeded no limit.
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
         # The likely cause is native code, which aborts when memory runs out.
         elif isinstance(error, EOFError):

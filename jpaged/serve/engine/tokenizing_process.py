@@ -228,7 +228,8 @@ class TokenizingProcess:
     def _start(self) -> None:
         child = processes.Child(
             "jpaged.serve.engine.tokenizing_process",
-            # Ctrl-C then reaches only the server, and all forks can be killed together.
+            # With a separate process group, Ctrl-C reaches only the server, and the server can kill
+            # all forks together.
             is_group_leader=True,
             extra_env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
@@ -261,14 +262,14 @@ def main(control: socket.socket) -> int:
     processes.send(control, _encode(None))
     decoder = msgspec.msgpack.Decoder(StartFork | EndFork)
     gc.collect()
-    gc.freeze()  # otherwise, a garbage collection in a fork would copy the shared memory pages
+    gc.freeze()  # so that a garbage collection in a fork does not copy the shared memory pages
     pids: dict[int, int] = {}
     while (payload := processes.receive(control, files := list[int]())) is not None:
         match decoder.decode(payload):
             case EndFork(number):
                 code = None
                 if pid := pids.pop(number, 0):
-                    os.kill(pid, signal.SIGKILL)  # has no effect if the fork has ended already
+                    os.kill(pid, signal.SIGKILL)  # SIGKILL has no effect on an ended fork
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 for file in files:
                     with socket.socket(fileno=file) as reply_socket, suppress(OSError):
@@ -279,8 +280,8 @@ def main(control: socket.socket) -> int:
                     os.close(files[0])
                     continue
                 control.close()
-                # Keep the channel open until the fork exits: when the channel closes, the server
-                # orders the kill of the fork, which would change the exit code.
+                # Keep the channel open until the fork exits. The server kills a fork whose channel
+                # closes, which would change the exit code.
                 channel = socket.socket(fileno=files[0])
                 try:
                     _limit_memory(settings.max_memory)

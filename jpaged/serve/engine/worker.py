@@ -74,7 +74,8 @@ class EngineWorker:
         # Unsent deltas, by request id, of requests whose prompt log-probabilities are sent in
         # chunks.
         self._chunks_by_request: dict[str, deque[RequestDelta]] = {}
-        # The command that pauses the engine when all requests have finished, and later commands.
+        # A pause with mode="wait" begins when all requests have finished. Commands that arrive
+        # before it begins are held.
         self._pending_pause: ControlEngine | None = None
         self._held_commands: list[EngineRequest | ControlEngine] = []
 
@@ -168,7 +169,7 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            while chunks and not chunks[0].prompt_logprobs:  # such deltas are small
+            while chunks and not chunks[0].prompt_logprobs:  # a delta without a chunk is small
                 to_send.append(chunks.popleft())
             if chunks:  # put this request at the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks
@@ -206,7 +207,7 @@ class EngineWorker:
         engine, arguments, error = self._engine, dict(command.arguments), None
         folder = arguments.pop("path", None)
         is_wait = command.action == "pause" and arguments.get("mode") == "wait"
-        # `Engine.pause` refuses to wait for requests that cannot end, and refuses `recompute`.
+        # `Engine.pause` raises an error if requests cannot end, or if `recompute` is set.
         if is_wait and engine.can_advance and not arguments.get("recompute"):
             self._pending_pause = command
             return
@@ -259,7 +260,10 @@ class EngineWorker:
 
 
 def _split_delta(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """Split a delta's prompt log-probabilities into chunks; the last also has all other fields."""
+    """Yield a delta as several deltas, each with a chunk of the prompt log-probabilities.
+
+    The last of these deltas has all other fields too.
+    """
     scores = delta.prompt_logprobs
     while scores is not None and len(scores) > LOGPROBS_CHUNK_SIZE:
         cached = delta.num_cached_tokens

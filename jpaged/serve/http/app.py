@@ -241,8 +241,9 @@ class App:
         if scope["type"] != "http":
             return
         try:
-            # Ask the routes: they also match a path with a line break at its end, and a path below
-            # the `root_path` of a program that mounts the server.
+            # Let the routes match the path instead of comparing strings. A route also matches a
+            # path with a line break at its end, and a path below the `root_path` of a program that
+            # mounts the server.
             is_control = any(it.matches(scope)[0] is not Match.NONE for it in self._control_routes)
             (self._control_access if is_control else self._access).check(scope)
             # If "app" is set in the scope, Starlette's routes raise errors instead of sending plain

@@ -34,7 +34,7 @@ def serve(engine: Engine, **options: Any) -> None:
     Call the function in the thread that uses the engine. Afterwards, the engine can be used again.
 
     Args:
-        engine: Engine with a tokenizer. Its unfinished requests are aborted at the end.
+        engine: Engine with a tokenizer. At the end, its unfinished requests are aborted.
         **options: Options of `python -m jpaged.serve` for the server, with the names of
             `ServeConfig` and `Limits`, such as `host`, `port` and `api_keys`.
 

@@ -78,13 +78,13 @@ _MAX_EXACT_FLOAT = 2**53
 
 _SCALAR_TYPES = frozenset({int, float, bool, str, type(None)})
 
-# Weight of each byte outside strings, for counting values. The comma or colon before a value counts
-# 1. A closing quote, a decimal point or an opening bracket counts 3 more, because such values take
-# longer to build.
+# Weight of each byte outside strings, for counting JSON values. Each value has a weight of 1, from
+# the comma or colon before it. A string, a fraction, an array or an object has a weight of 3 more,
+# from its closing quote, decimal point or opening bracket, because building it takes longer.
 _VALUE_COUNTS = np.zeros(256, np.uint8)
 _VALUE_COUNTS[list(b",:")] = 1
 _VALUE_COUNTS[list(b'".')] = 3
-# 3, plus 1 for the first item of the array or object, which has no comma before it.
+# An opening bracket also has the weight of the first item, which has no comma before it.
 _VALUE_COUNTS[list(b"[{")] = 4
 
 
@@ -220,7 +220,7 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
         codes = np.frombuffer(chunk, np.uint8)
         quotes = codes == ord('"')
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
-        in_string, outside = inside[-1], inside == 0  # a closing quote is outside
+        in_string, outside = inside[-1], inside == 0  # a closing quote counts as outside
         quote_positions = np.flatnonzero(quotes)
         if len(quote_positions):
             starts = np.concatenate(([string_start - start], quote_positions[:-1] + 1))
@@ -264,8 +264,8 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
             raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        # The spaces separate the number from digits directly before or after the string, which
-        # invalid JSON may have.
+        # Put spaces around the number that replaces the string. In invalid JSON, digits may stand
+        # directly before or after the string, and must not become digits of the number.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))
@@ -371,7 +371,7 @@ def _count_names(value: Any) -> int:
 def _child_containers(value: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:
     """Return the arrays and objects directly inside an array or object."""
     items = value.values() if isinstance(value, dict) else value
-    if _SCALAR_TYPES.issuperset(map(type, items)):  # fast for token ids
+    if _SCALAR_TYPES.issuperset(map(type, items)):  # a fast path for token ids
         return []
     return [item for item in items if isinstance(item, (dict, list))]
 

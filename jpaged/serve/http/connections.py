@@ -82,8 +82,8 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.conn: StrictConnection = StrictConnection(self.limits.max_header_bytes)
-        # Idle or lingering connections, oldest first, which may be closed to make room. All
-        # connections share this dict.
+        # Connections that may be closed to make room, oldest first: connections without a request,
+        # and connections that discard the rest of a request. All connections share this dict.
         self._idle_connections: dict[BoundedProtocol, None]
         self._idle_connections = self.server_state.__dict__.setdefault("idlers", {})
         self._request_start = 0.0  # event-loop time at which the request began
@@ -305,7 +305,7 @@ class StrictConnection(h11.Connection):
         if status == 431:
             message = f"the request line and headers are larger than {self._max_header_bytes} bytes"
             return ApiError(status, f"{message}: send fewer or shorter headers")
-        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # leave out the client's bytes
+        why = _QUOTED_BYTES.split(str(protocol_error))[0]  # leave out quoted bytes
         return ApiError(status, f"the request cannot be read as HTTP/1.1: {why}")
 
     def _check(self, event: h11.Request, size: int) -> None:
@@ -318,9 +318,10 @@ class StrictConnection(h11.Connection):
 
 
 class SurplusGuard:
-    """ASGI middleware that refuses requests on surplus connections, and closes the connections.
+    """ASGI middleware that refuses requests on connections above the limit.
 
-    Health checks on surplus connections are answered.
+    Health checks on these surplus connections are answered. After a response, a surplus connection
+    is closed.
 
     Args:
         app: Application that answers the other requests.
@@ -382,7 +383,7 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         if not self._num_accepts_left:
             self._num_accepts_left = self.accept_batch
-            # Tells asyncio that no connection is waiting, which ends the batch.
+            # This error makes asyncio believe that no connection is waiting, which ends the batch.
             raise BlockingIOError
         self._num_accepts_left -= 1
         try:

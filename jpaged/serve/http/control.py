@@ -1,7 +1,7 @@
 """Endpoints that pause the engine, let it sleep, and update its weights, with vLLM's names.
 
-The server has these endpoints only with `--control-api-key`. They accept no other key. Weights come
-only from safetensors files below `--weights-folder`.
+The server has these endpoints only with `--control-api-key`, and they accept only the keys of this
+flag. Weights come only from safetensors files below `--weights-folder`.
 """
 
 from collections.abc import Callable, Mapping

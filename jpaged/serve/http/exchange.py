@@ -83,9 +83,9 @@ def error_response(error: ApiError) -> Response:
 class GeneratorResponse(Response):
     """Response that sends what an async generator yields.
 
-    The response starts when the generator yields the first chunk, so an earlier error is sent with
-    an HTTP status of its own. A later error becomes an event of the stream. The generator is closed
-    when the response ends or the client disconnects.
+    The response starts when the generator yields the first chunk. An earlier error becomes an error
+    response with its HTTP status. A later error becomes an event of the stream. The generator is
+    closed when the response ends or the client disconnects.
 
     Args:
         chunks: Generator of the body: a whole JSON text, or server-sent events.

@@ -404,7 +404,7 @@ def listen(host: str, port: int) -> Listener:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen()  # raises an error if the address is in use
+        sock.listen()  # `listen` raises an error if the address is in use
     except (OSError, ValueError):
         sock.close()
         raise

@@ -32,7 +32,7 @@ for provider in ("openai", "hosted_vllm", "anthropic"):
     assert made.choices[0].message.content == "enots"
     chunks: Any = litellm.completion(messages=ASKED, temperature=0, stream=True, **how)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "enots"
-    if provider != "anthropic":  # litellm sends no schema to an unknown Anthropic model
+    if provider != "anthropic":  # litellm drops the schema for Anthropic models it does not know
         made = litellm.completion(messages=ASKED, response_format=Sum, **how)
         Sum.model_validate_json(made.choices[0].message.content)
 

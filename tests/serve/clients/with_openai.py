@@ -1,5 +1,4 @@
-"""Test features of OpenAI's client that neither the example in the docs nor `test_clients.py`
-uses."""
+"""Test features of OpenAI's client that the docs and `test_clients.py` do not use."""
 
 import json
 import sys

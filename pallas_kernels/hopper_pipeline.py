@@ -1,0 +1,332 @@
+"""The pipeline of the Hopper GEMM kernels in Pallas Mosaic GPU: a loader, a ring, and consumers.
+
+A program computes one tile of the output, or several tiles in turn. It has several consumer
+warpgroups and one loader warpgroup. They share a ring of pipeline stages in shared memory:
+
+    loader      for tile in tiles of the program:
+                    for step in depth:
+                        wait until all consumers have read the stage
+                        start to copy the tile's part of x and of the weight to the stage
+    consumer    for tile in tiles of the program:
+                    for step in depth:
+                        wait until the stage is filled
+                        sums += product of the stage's operands, on the tensor core
+                        release the stage
+                    store the sums
+
+The loader fetches the next tile while the consumers store the current tile. `pipelined_kernel`
+builds such a kernel. A kernel's body makes a `Pipeline` and passes functions to it: a function that
+loads one step, and a function that computes one tile. This file also has what several kernels do
+with the sums: activations, and stores through shared memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_ops as ops
+
+# Constants of the kernels for many rows. A consumer computes `CONSUMER_ROWS` rows of a tile, in one
+# or two accumulators of `TILE_COLUMNS` columns.
+CONSUMER_ROWS = 64
+NUM_CONSUMERS = 2
+TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
+TILE_COLUMNS = 128
+# The loader gives registers to two consumers: registers per thread of the loader and of a consumer.
+MANY_ROWS_REGISTERS = 40, 232
+# A band has `_SNAKE_TILE_WIDTH` rows of tiles. Programs traverse a band column by column.
+_SNAKE_TILE_WIDTH = 8
+
+
+class Ring(NamedTuple):
+    """The stages of a program, and the warpgroup that runs the code.
+
+    Attributes:
+        full: Barriers on which the loader's copies arrive; one per stage.
+        empty: Barriers on which the consumers arrive when they have read a stage; one per stage.
+        warp_group: Index of the warpgroup. The loader's index is `num_consumers`.
+        num_consumers: Number of consumers.
+    """
+
+    full: Any
+    empty: Any
+    warp_group: Any
+    num_consumers: int
+
+
+class Stage(NamedTuple):
+    """The stage that the loader fills in a step.
+
+    Attributes:
+        index: Index of the stage.
+        number: Number of steps that the loader has done before, in all tiles.
+        full: Barrier of the stage.
+    """
+
+    index: Any
+    number: Any
+    full: Any
+
+    def copy(self, source, smem, *index):
+        """Start to copy `source` to `smem[stage, *index]`."""
+        plgpu.copy_gmem_to_smem(source, smem.at[self.index, *index], self.full)
+
+
+def pipelined_kernel(
+    body, *, out_type, grid, num_consumers, num_stages, num_copies, scratch, name
+) -> Callable:
+    """Return a kernel with a loader, a ring and consumers.
+
+    Args:
+        body: Function that gets references of the inputs and of the output; the `Ring` as argument
+            `ring`; and shared memory by the names in `scratch`.
+        out_type: Shape and dtype of the output.
+        grid: Names and sizes of the axes of the grid.
+        num_consumers: Number of consumer warpgroups.
+        num_stages: Number of stages. If the loader fills a stage more than once, at least 2.
+        num_copies: Number of arrivals that fill a stage.
+        scratch: Types of shared memory by name.
+        name: Name of the kernel.
+    """
+
+    def run(*refs, full, empty, **scratch):
+        ring = Ring(full, empty, lax.axis_index("warp_group"), num_consumers)
+        body(*refs, ring=ring, **scratch)
+
+    return plgpu.kernel(
+        run,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=num_consumers + 1,
+        thread_name="warp_group",
+        scratch_types={
+            **scratch,
+            "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
+            "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        },
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name=name,
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The loops of the loader and of the consumers over the tiles of a program.
+
+    Attributes:
+        ring: Stages of the program.
+        num_steps: Number of steps along the depth of a tile. Each step uses one stage.
+        num_tiles: Number of tiles that the program computes in turn; None if it computes one tile.
+        locate: Function that takes the index of one of these tiles, and returns where the tile is.
+        registers: Registers per thread of the loader and of a consumer; None if all are equal.
+    """
+
+    ring: Ring
+    num_steps: int
+    num_tiles: Any = None
+    locate: Callable = lambda index: None
+    registers: tuple[int, int] | None = None
+
+    def loader(self, body):
+        """Run `body` in the loader."""
+
+        @pl.when(self.ring.warp_group == self.ring.num_consumers)
+        def _run():
+            if self.registers:
+                plgpu.set_max_registers(self.registers[0], action="decrease")
+            body()
+
+    def consumers(self, body):
+        """Run `body` in each consumer."""
+
+        @pl.when(self.ring.warp_group < self.ring.num_consumers)
+        def _run():
+            if self.registers:
+                plgpu.set_max_registers(self.registers[1], action="increase")
+            body()
+
+    def load_tiles(self, load):
+        """Fill a stage in each step of each tile.
+
+        Args:
+            load: Function that takes the location of a tile, a step and its `Stage`, and starts the
+                copies of the step.
+        """
+        full, empty = self.ring.full, self.ring.empty
+
+        def load_tile(steps):
+            location = steps.locate()
+
+            def load_step(step, _):
+                index, number = steps.stage_index(step), steps.number(step)
+                pl.when(number >= full.shape[0])(lambda: plgpu.barrier_wait(empty.at[index]))
+                load(location, step, Stage(index, number, full.at[index]))
+
+            lax.fori_loop(0, self.num_steps, load_step, None)
+
+        self._for_each_tile(load_tile)
+
+    def compute_tiles(self, compute):
+        """Compute and store all tiles, and wait until the stores are complete.
+
+        Args:
+            compute: Function that takes the `Steps` of a tile, and starts to store the tile.
+        """
+        self._for_each_tile(compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _for_each_tile(self, body):
+        if self.num_tiles is None:
+            body(Steps(self, None))
+        else:
+            lax.fori_loop(0, self.num_tiles, lambda index, _: body(Steps(self, index)), None)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps along the depth of one tile.
+
+    Attributes:
+        pipeline: The pipeline.
+        tile_index: Index of the tile among the program's tiles; None if the program has one tile.
+    """
+
+    pipeline: Pipeline
+    tile_index: Any
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return self.pipeline.num_steps
+
+    def locate(self):
+        """Return the location of the tile."""
+        return self.pipeline.locate(self.tile_index)
+
+    def number(self, step):
+        """Return the number of steps before `step`, in all tiles of the program."""
+        return step if self.tile_index is None else self.tile_index * self.count + step
+
+    def stage_index(self, step):
+        """Return the index of the stage that a step uses."""
+        return lax.rem(self.number(step), jnp.int32(self.pipeline.ring.full.shape[0]))
+
+    def wait(self, stage):
+        """Wait until the loader has filled a stage."""
+        plgpu.barrier_wait(self.pipeline.ring.full.at[stage])
+
+    def release(self, stage):
+        """Let the loader fill a stage again."""
+        plgpu.barrier_arrive(self.pipeline.ring.empty.at[stage])
+
+    def accumulate(self, operands, shape, num_sums):
+        """Return the sums of the products of all steps, added by the tensor core.
+
+        A step releases the stage of the previous step, because the product of the step may still
+        run. The last stage of a program with one tile is never filled again, and not released.
+
+        Args:
+            operands: Function that takes a stage, and returns the pair of tiles to multiply for
+                each of the sums.
+            shape: Shape of the sums.
+            num_sums: Number of sums.
+        """
+
+        def add_all(*sums):
+            def add(step, _):
+                stage = self.stage_index(step)
+                self.wait(stage)
+                for own_sums, factors in zip(sums, operands(stage), strict=True):
+                    plgpu.wgmma(own_sums, *factors)
+                plgpu.wgmma_wait(num_sums)  # The products of the previous step are then complete.
+                previous = self.stage_index(step + (self.pipeline.ring.full.shape[0] - 1))
+                pl.when(step > 0)(lambda: self.release(previous))
+
+            lax.fori_loop(0, self.count, add, None)
+            results = [own_sums[...] for own_sums in sums]
+            if self.tile_index is not None:
+                self.release(self.stage_index(self.count - 1))
+            return results
+
+        return pl.run_scoped(add_all, *[plgpu.ACC(shape, jnp.float32)] * num_sums)
+
+
+def tiles_of_program(program, num_programs, num_tiles):
+    """Return the number of tiles of a program that computes every `num_programs`-th tile."""
+    return lax.div(num_tiles + (num_programs - 1) - program, jnp.int32(num_programs))
+
+
+def snake_tile(grid, program, num_programs, index):
+    """Return the row and the column in the grid of a program's tile.
+
+    Concurrent programs get neighbouring tiles, so that most reads hit the L2 cache.
+    """
+    tile = program + index * num_programs
+    return plgpu.planar_snake(tile, grid, 0, _SNAKE_TILE_WIDTH)
+
+
+def apply_activation(sums):
+    """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
+
+    The formula requires that gate is finite.
+    """
+    gate, *up = sums
+    return gate * (up[0] / (1 + jnp.exp(-gate))) if up else gate
+
+
+def write_transposed(result, smem):
+    """Round the transposed sums of a consumer, and write the tile to shared memory."""
+    result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+    smem.transpose((1, 0))[...] = result.astype(smem.dtype)
+    plgpu.commit_smem()
+
+
+def store_row_tiles(results, out_smem, out_ref, consumer, rows, column):
+    """Round the sums of a consumer of a many-rows kernel, and start to store them.
+
+    Args:
+        results: Sums of neighbouring blocks of `TILE_COLUMNS` columns.
+        out_smem: Shared memory [consumers, chunks, rows, columns of a chunk].
+        out_ref: The output.
+        consumer: Index of the consumer.
+        rows: Slice of the output's rows that the consumer computes.
+        column: First column of the tile in the output.
+    """
+    _, num_chunks, _, width = out_smem.shape
+    for index, result in enumerate(results):
+        # Wait until the previous copy has read `out_smem`.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        result = result.astype(out_ref.dtype)
+        for chunk in range(num_chunks):
+            own_out = out_smem.at[consumer, chunk]
+            own_out[...] = result[:, chunk * width : (chunk + 1) * width]
+            plgpu.commit_smem()
+            columns = pl.ds(column + index * TILE_COLUMNS + chunk * width, width)
+            plgpu.copy_smem_to_gmem(own_out, out_ref.at[rows, columns])
+
+
+def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
+    """Raise ValueError unless all sizes are multiples of the tile's, and there are enough stages.
+
+    If stages are reused, there must be at least two: a consumer releases a stage only after the
+    product of the next stage has started, so a single stage would deadlock.
+
+    Args:
+        sizes: The number of rows, the depth and the width of the GEMM.
+        tile: The sizes of a tile along the same axes.
+        num_stages: The number of pipeline stages.
+        reuses_stages: Whether the loader fills a stage more than once.
+    """
+    if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
+        raise ValueError(
+            f"rows, depth and width are {sizes}; they must be multiples of {tile}: call the "
+            "public op, which chooses a kernel that fits"
+        )
+    if num_stages < 2 and reuses_stages:
+        raise ValueError(f"num_stages is {num_stages}: pass at least 2")
