@@ -155,10 +155,10 @@ def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
             "along one axis, over its heads: move params to a mesh with one axis of several "
             "devices, such as jax.make_mesh((2,), ('tensor',)), without an fsdp axis"
         )
-    if not leaf.is_fully_addressable:
+    if others := set(mesh.devices.flat) - set(jax.local_devices()):
         raise ValueError(
-            f"{name} is also on devices of other processes: pass arrays on "
-            f"jax.local_devices(), because an engine runs in one process"
+            f"{name} is also on {min(others, key=str)}, a device of another process: pass arrays "
+            "on jax.local_devices(), because an engine runs in one process"
         )
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

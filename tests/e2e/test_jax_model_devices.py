@@ -31,6 +31,8 @@ from examples import fused_jax_llama, plain_jax_llama
 from jpaged import Engine, JaxModel, SamplingParams
 from jpaged.compile import builder
 from jpaged.engine import startup
+from jpaged.models import model_devices
+from jpaged.models.sizes import JaxModelSizes
 
 pytestmark = pytest.mark.gpu2
 
@@ -294,7 +296,7 @@ PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
         lambda leaf, mesh: jax.device_put(
             leaf, NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
         ),
-        r"params\['embed'\] is in pinned_host memory: pass arrays in",
+        r"params\['embed'\] is in pinned_host memory: pass jax.device_put",
     ),
     "NumPy array": (lambda leaf, _: np.asarray(leaf), "is a numpy.ndarray, not a JAX array"),
 }
@@ -307,9 +309,29 @@ def test_parameter_that_is_not_on_the_mesh_is_refused(name: str):
         make_engine(params=place_one(leaf))
 
 
+def test_sharding_without_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch):
+    params = shard(tiny_params(), make_mesh(2), lambda _: None)
+
+    class OtherSharding:
+        pass
+
+    monkeypatch.setattr(model_devices, "NamedSharding", OtherSharding)
+    with pytest.raises(ValueError, match="is on 2 devices with a NamedSharding: pass arrays with"):
+        make_engine(params=params)
+
+
+def test_mesh_with_devices_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch):
+    params = shard(tiny_params(), make_mesh(2), lambda _: None)
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"\] is also on .*1, a device of another process: pass"):
+        make_engine(params=params)
+
+
 def test_kv_heads_that_the_devices_cannot_split_are_refused():
     with pytest.raises(ValueError, match=r"layer 1 has num_kv_heads=1, which the 2 .* use 1 dev"):
         make_engine(TINY, shard(tiny_params(), make_mesh(2), lambda _: None))
+    with pytest.raises(ValueError, match="count=3 does not divide num_kv_heads=4: pass a divisor"):
+        JaxModelSizes(64, 64, 2, 4, 16, 128, "float32").shard(3)
 
 
 @pytest.mark.parametrize(
