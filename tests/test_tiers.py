@@ -28,7 +28,7 @@ def test_covering_set_has_every_pair_and_the_full_tier_every_combination():
         assert pairs == set(itertools.product(axes[first], axes[second]))
 
 
-def test_covering_set_of_strength_one_has_every_value_and_kept_combinations():
+def test_covering_set_of_strength_one_has_every_value_and_each_combination_to_keep():
     params = covering(
         range(3), "ab", strength=1, keep=lambda number, letter: (number, letter) == (0, "b")
     )

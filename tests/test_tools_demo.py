@@ -193,7 +193,7 @@ def test_model_calls_the_calculator_and_answers_with_its_result(
     assert not engine.params.skip_special_tokens
 
 
-def test_demo_runs_reasoning_several_calls_and_malformed_calls(
+def test_demo_handles_reasoning_several_calls_and_malformed_calls(
     engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
 ):
     calls = f"<think>\nTwo.\n</think>\n\n{call_of('1 + 1')}\n{call_of('1 / 0')}"

@@ -48,8 +48,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
-    # If the tile has fewer than TILE rows, q also contains rows after the tile. The kernel does not
-    # store the results of these rows.
+    # A tile may have fewer than TILE rows. The results of the other rows of q are not stored.
     window = (pl.ds(first_row, TILE), head, slice(None))
     q = q_ref[window]
 

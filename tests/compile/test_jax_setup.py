@@ -57,7 +57,7 @@ def test_garbage_collector_still_tracks_objects_made_during_a_failed_engine_star
 
 def test_engine_start_first_runs_the_garbage_collector():
     node = Node()
-    node.itself = node  # a reference cycle, as in a failed engine
+    node.itself = node  # makes a reference cycle, as a failed engine has
     left = weakref.ref(node)
     del node
     with pause_garbage_collection():

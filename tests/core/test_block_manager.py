@@ -91,7 +91,7 @@ def test_block_size_must_be_positive():
 
 
 @pytest.mark.parametrize("table", [[], [1, 1], [1, 0], [1, 2, 3], [1, 3]])
-def test_check_integrity_finds_wrong_tables(table: list[int]):
+def test_check_integrity_finds_wrong_block_tables(table: list[int]):
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 5)
     sequence.block_table = table

@@ -109,8 +109,8 @@ def group_request(
 
 
 def driver_with_pins(num_blocks: int) -> Driver:
-    """Return a driver whose block manager has pinned three blocks. The blocks hold a prefix of twelve
-    tokens with the id 0."""
+    """Return a driver whose block manager has pinned three blocks. These blocks hold a prefix of
+    twelve tokens with the id 0."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")
     driver.run()
@@ -121,8 +121,12 @@ def driver_with_pins(num_blocks: int) -> Driver:
 
 @pytest.mark.parametrize(
     ("group", "prompt", "max_tokens", "needed"),
-    # In the last case, the request shares two of the pinned blocks.
-    [(2, 9, 8, 4), (BeamSearch(2), 9, 8, 4), (2, 12, 1, 2)],
+    [
+        (2, 9, 8, 4),
+        (BeamSearch(2), 9, 8, 4),
+        # This request shares two of the three pinned blocks.
+        (2, 12, 1, 2),
+    ],
     ids=str,
 )
 def test_request_with_a_pinned_prefix_needs_fewer_additional_blocks(

@@ -36,8 +36,8 @@ def test_free_swap_space_excludes_the_blocks_of_existing_swap_entries():
     ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
 )
 def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expected: str):
-    # Recomputing the preempted request means six tokens, and swapping means copying two blocks to
-    # the host and back. If both cost the same, the request is recomputed.
+    # To recompute the preempted request, the device computes six tokens. To swap the request, two
+    # blocks are copied to the host and back. If both cost the same, the request is recomputed.
     costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
     driver = swapped_out(policy=PreemptionPolicy(PreemptionMode.AUTO, 8, costs))
     assert status(driver, "2") == expected
@@ -45,8 +45,8 @@ def test_auto_preemption_chooses_the_cheaper_mode(recompute_seconds: float, expe
 
 
 def test_auto_preemption_counts_tokens_shared_by_samples_once():
-    # Recomputing the preempted request means five tokens: three that its samples share, and one of
-    # each sample. Swapping means copying three blocks.
+    # To recompute the preempted request, the device computes five tokens: three that the samples
+    # share, and one of each sample. To swap the request, three blocks are copied.
     costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
     policy = PreemptionPolicy(PreemptionMode.AUTO, 8, costs)
     requests = make_request("1", 3, max_tokens=8), make_request("2", 4, seq_id=10, n=2)

@@ -129,7 +129,7 @@ def test_wrong_number_of_params_is_refused():
         pair_params({"seed": 1}, 1)
 
 
-def test_priorities_must_match_the_prompts():
+def test_priorities_must_be_one_integer_per_prompt():
     assert pair_priorities(None, 2) == [0, 0]
     assert pair_priorities((3, np.int64(-1)), 2) == [3, -1]
     with pytest.raises(ValueError, match="priority has 1 entry for 2 prompts"):

@@ -412,7 +412,7 @@ def test_worker_is_not_killed_if_the_engine_reads_its_report_late(
 
 
 def test_exit_of_a_forked_child_keeps_the_worker_running():
-    """When a forked child exits, the client's finalizers run, but must not end the parent's worker."""
+    """When a forked child exits, the finalizers of the client run, but must not end the worker."""
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     begin_answers(process)
     pid = process.pid

@@ -163,7 +163,9 @@ def test_last_tokens_of_a_text_without_word_boundaries_are_encoded(make):
         assert text.endswith(tokenizer.decode(ids).lstrip("�"))
 
 
-def test_only_a_part_of_a_long_text_is_tokenized(monkeypatch: pytest.MonkeyPatch):
+def test_encoding_the_end_of_a_text_and_is_longer_tokenize_only_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
     tokenizer, text = byte_level(), prose(200_000)
     looked_at = watch_encode(tokenizer, monkeypatch)
     ids = tokenizer.encode(text, last=20)
