@@ -10,7 +10,7 @@ from uuid import uuid4
 import jax
 import numpy as np
 from jax import export
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.compile.triton_dialect import register_triton_dialect
 from jpaged.config import LogprobsMode
@@ -59,7 +59,8 @@ class Recipe:
     """Input of a program's compilation: a step function and the shapes of its arguments.
 
     With tensor parallelism, `arguments` and `keywords` are shapes of global arrays. `function`
-    takes the shards of one device. `on_mesh` returns a recipe whose function takes global arrays.
+    takes the shards of one device, and `on_mesh` returns a recipe whose function takes global
+    arrays. A function that calls a user's model takes global arrays itself (`partitioned`).
 
     Attributes:
         name: Name of the program: a pair of the step's name and the key of a variant of the step.
@@ -78,6 +79,8 @@ class Recipe:
             logits; None if the program returns no such scores.
         digest: Function that returns a digest of the user's functions that the program calls; None
             if the program has only code of jpaged.
+        out_shardings: Shardings of the results, or a tree prefix of them, of a program that XLA
+            partitions (`partitioned`); None for other programs.
     """
 
     name: ProgramName
@@ -91,6 +94,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: LogprobsMode | None = None
     digest: Callable[[], str] | None = None
+    out_shardings: Any = None
 
     def on_mesh(self, mesh: Mesh | None, results: Any = REPLICATED) -> "Recipe":
         """Return a recipe that runs on all devices of a mesh, with `SYNCHRONOUS_COLLECTIVES`.
@@ -101,21 +105,41 @@ class Recipe:
         """
         if mesh is None:
             return self
+        recipe = self._with_global_shapes(mesh)
+        function = wrap_in_shard_map(
+            self.function, mesh, recipe.arguments, recipe.keywords, results
+        )
+        return replace(recipe, function=function)
+
+    def partitioned(self, mesh: Mesh, results: Any = REPLICATED) -> "Recipe":
+        """Return a recipe whose function takes global arrays, and which XLA partitions over a mesh.
+
+        Args:
+            mesh: Mesh of the devices.
+            results: `PartitionSpec` of each result, or one `PartitionSpec` for all results.
+        """
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            results,
+            is_leaf=lambda it: isinstance(it, PartitionSpec),
+        )
+        return replace(self._with_global_shapes(mesh), out_shardings=shardings)
+
+    def _with_global_shapes(self, mesh: Mesh) -> "Recipe":
+        """Return this recipe with a sharding of each argument, and with the options for a mesh."""
 
         def with_sharding(it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return global_shape_struct(mesh, it, None) if it.sharding is None else it
 
         arguments, keywords = jax.tree.map(with_sharding, (self.arguments, dict(self.keywords)))
-        function = wrap_in_shard_map(self.function, mesh, arguments, keywords, results)
         options = {**self.options, **SYNCHRONOUS_COLLECTIVES}
-        return replace(
-            self, function=function, arguments=arguments, keywords=keywords, options=options
-        )
+        return replace(self, arguments=arguments, keywords=keywords, options=options)
 
     @property
     def jitted_step(self) -> Any:
         """The jitted step function."""
-        return jax.jit(self.function, donate_argnames=self.donate)
+        more = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
+        return jax.jit(self.function, donate_argnames=self.donate, **more)
 
     def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
         """Trace the step, and return the exported program, which can be stored.
@@ -171,10 +195,18 @@ class Recipe:
     def key(self) -> str:
         """Text that differs between any two different recipes of an engine's steps."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
-        shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+        shapes = [(leaf.shape, leaf.dtype.name, _sharding_text(leaf)) for leaf in leaves]
         options = sorted(self.options.items())
         digest = () if self.digest is None else (self.digest(),)
         return repr((self.name, str(tree), shapes, options, self.logprobs_mode, *digest))
+
+
+def _sharding_text(shape: jax.ShapeDtypeStruct) -> str | None:
+    """Return the mesh and the `PartitionSpec` of a global array as text; None on one device."""
+    sharding = shape.sharding
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return f"{dict(sharding.mesh.shape)} {sharding.spec}"
 
 
 class SharedCalls:
@@ -317,7 +349,10 @@ class Recipes:
             _partition_specs(keywords[name] if name in keywords else self._value_shape(name, sizes))
             for name in step.results
         ]
-        return recipe.on_mesh(self._split.mesh, tuple(specs) if len(specs) > 1 else specs[0])
+        results = tuple(specs) if len(specs) > 1 else specs[0]
+        if self._split.takes_global_arrays and "model" in step.arguments:
+            return recipe.partitioned(self._split.mesh, results)
+        return recipe.on_mesh(self._split.mesh, results)
 
     def without_pool(self) -> Iterator[Recipe]:
         """Return the recipes of all programs that do not depend on the size of the KV pool."""

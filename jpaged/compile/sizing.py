@@ -156,7 +156,9 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weight_bytes),
         )
-        has_peers = not model.batch_invariant and can_use_peer_memory(devices, dtype)
+        # Only the modules of jpaged all-reduce through peer memory.
+        uses_peers = isinstance(model, ModelConfig) and not model.batch_invariant
+        has_peers = uses_peers and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)
         self._block_bytes = block_bytes(self._model, limits.block_size, dtype)
         # This number of blocks in host memory is preliminary. It becomes lower if the KV pool,

@@ -66,8 +66,9 @@ class Engine:
 
     Args:
         model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
-        params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device. The
-            engine uses the arrays without a copy: do not donate them.
+        params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device, or on
+            a mesh of local devices with one axis of several devices. The engine uses the arrays
+            without a copy: do not donate them.
         tokenizer: Tokenizer of a `JaxModel`: a folder, or a tokenizer of transformers. None for
             token ids only.
         **options: Other fields of `EngineConfig`, by name.
@@ -679,8 +680,8 @@ class Engine:
                 `nnx.State` of the family's model. The engine casts, fuses, splits and quantizes the
                 arrays on the device, and keeps no reference to them. Or the `Path` of a folder with
                 safetensors files, which are read one parameter at a time. For a `JaxModel`, a
-                pytree with the structure, shapes, dtypes and device of the engine's `params`. The
-                engine uses these arrays without a copy, and releases the old ones.
+                pytree with the structure, shapes, dtypes and sharding of the engine's `params`.
+                The engine uses these arrays without a copy, and releases the old ones.
             version: Number of the weights, as outputs report it; None for the next one.
             check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
                 arrays once.

@@ -160,7 +160,8 @@ def build_jax_model_parts(
     Args:
         config: Options of the engine.
         model: The model.
-        params: Parameters of the model, a pytree of arrays on the first local device.
+        params: Parameters of the model, a pytree of arrays on the first local device, or on a mesh
+            of local devices with one axis of several devices.
         tokenizer: Folder of a tokenizer; None for token ids only (see `resolve_tokenizer`).
 
     Raises:
@@ -168,11 +169,12 @@ def build_jax_model_parts(
     """
     check_jax_model_options(config)
     _check_mesh(jax.sharding.get_abstract_mesh())
-    device = jax.local_devices()[0]
     invariant = config.batch_invariant
     if invariant and config.kv_cache_dtype != "auto":
         raise _unsupported_cache_error(config.kv_cache_dtype)
-    plan = plan_jax_model(model, params, device, batch_invariant=invariant)
+    plan = plan_jax_model(model, params, jax.local_devices()[0], batch_invariant=invariant)
+    device, *_ = devices = plan.devices
+    _check_device_options(config, len(devices))
     check_device(device, plan.config.head_size)
     requested, kv_dtype = config.kv_cache_dtype, jnp.dtype(plan.config.kv_cache_dtype)
     plan = plan.with_kv_cache_dtype(
@@ -183,7 +185,7 @@ def build_jax_model_parts(
         PlannedModel(
             plan,
             plan.dtype,
-            [device],
+            devices,
             tokenizer_folder=tokenizer,
             description="params" if tokenizer is None else "the tokenizer",
         ),
@@ -197,8 +199,28 @@ def _check_mesh(mesh: AbstractMesh) -> None:
     """
     if mesh.size > 1:
         raise ValueError(
-            f"jax.set_mesh has set a mesh of {mesh.size} devices, but a JaxModel runs on one "
-            "device: create the engine outside of the mesh's context"
+            f"jax.set_mesh has set a mesh of {mesh.size} devices, but an engine of a JaxModel uses "
+            "the mesh of params: create the engine outside of the mesh's context"
+        )
+
+
+def _check_device_options(config: EngineConfig, num_devices: int) -> None:
+    """Check that the options fit the number of devices that hold the parameters.
+
+    Raises:
+        ValueError: `tensor_parallel_size` is another number, or compile workers are requested for
+            several devices.
+    """
+    requested = config.tensor_parallel_size
+    if requested not in (1, num_devices):
+        raise ValueError(
+            f"tensor_parallel_size={requested} is not the number of devices of params, "
+            f"{num_devices}: omit it, because a JaxModel runs on the mesh of params"
+        )
+    if num_devices > 1 and config.num_compile_workers:
+        raise ValueError(
+            f"num_compile_workers={config.num_compile_workers} does not apply to params on "
+            f"{num_devices} devices: omit it, because workers of a JaxModel compile for one device"
         )
 
 
@@ -239,8 +261,7 @@ _JAX_MODEL_REMEDIES = {
     "dtype": "cast params, because the model computes in their dtype",
     "quantization": "omit it, because only forward knows the model's products",
     "load_format": "omit it, because params holds the weights",
-    "tensor_parallel_size": "omit it, because a JaxModel runs on one device",
-    "enable_expert_parallel": "omit it, because a JaxModel runs on one device",
+    "enable_expert_parallel": "omit it, because the sharding of params splits the experts",
     "skip_tokenizer_init": "omit it, and pass tokenizer=None",
     "gpu_memory_utilization": "omit it, because kv_cache_memory_bytes sets the size of the pool",
 }

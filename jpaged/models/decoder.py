@@ -325,6 +325,10 @@ class Decoder(nnx.Module):
             target = parts[:, :, 2].sum(axis=0)
         return target - largest - jnp.log(total), target >= largest
 
+    def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` itself: the whole step runs on each device already."""
+        return function
+
     @property
     def is_vocab_sharded(self) -> bool:
         """Whether each device computes the logits of only its shard of the vocabulary."""

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.errors import format_count
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from jpaged.models.live_weights import WriteFunction, check_all_finite
+from jpaged.models.model_devices import ModelDevices, find_mesh, place_on_mesh, split_axis_of
 from jpaged.models.model_step import (
     KV_DTYPES,
     LayerHeads,
@@ -163,13 +165,20 @@ class JaxDecoder(nnx.Module):
         model: The model.
         sizes: Sizes of the model and of its pool.
         params: Parameters, a pytree of arrays.
+        devices: Devices that split the parameters; None for a single device.
     """
 
     is_vocab_sharded = False
 
-    def __init__(self, model: JaxModel, sizes: JaxModelSizes, params: Any):
+    def __init__(
+        self,
+        model: JaxModel,
+        sizes: JaxModelSizes,
+        params: Any,
+        devices: ModelDevices | None = None,
+    ):
         leaves, self.treedef = jax.tree.flatten(params)
-        self.model, self.config = model, sizes
+        self.model, self.config, self.devices = model, sizes, devices
         self.leaves = nnx.List([nnx.Param(leaf) for leaf in leaves])
 
     @property
@@ -186,17 +195,33 @@ class JaxDecoder(nnx.Module):
         run_layers: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
         """Run `forward` on the tokens of a step, with the arguments of `Decoder.__call__`."""
-        mode = {"batch_invariant": self.config.batch_invariant}
-        step = ModelStep(self.model.layers, pool, attention, **mode)
-        hidden = self.model.forward(self.params, token_ids, positions, step)
-        return hidden, step.take_pool()
+        params = self.params
+        step = ModelStep(self.model.layers, pool, attention, **self._step_options(params))
+        hidden = self.model.forward(params, token_ids, positions, step)
+        return self._replicate(hidden), step.take_pool()
 
     def logits(
         self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
     ) -> Float32[Array, "R V"]:
         """Return the logits of the given rows of hidden states, in float32."""
-        ops = ModelOps(backend, batch_invariant=self.config.batch_invariant)
-        return self.model.compute_logits(self.params, hidden, ops).astype(jnp.float32)
+        params = self.params
+        ops = ModelOps(backend, **self._step_options(params))
+        logits = self.model.compute_logits(params, hidden, ops).astype(jnp.float32)
+        return self._replicate(logits)
+
+    def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `function` on every device with complete arrays. The results
+        must be the same on all devices."""
+        return function if self.devices is None else self.devices.on_each_device(function)
+
+    def _step_options(self, params: Any) -> dict[str, Any]:
+        """Return the options of the operations that the user's functions get."""
+        islands = None if self.devices is None else self.devices.islands(params)
+        return {"batch_invariant": self.config.batch_invariant, "islands": islands}
+
+    def _replicate(self, rows: jax.Array) -> jax.Array:
+        """Return rows of which every device has a complete copy."""
+        return rows if self.devices is None else self.devices.replicate(rows)
 
     def target_logprobs(
         self, hidden: Float[Array, "R D"], targets: Int32[Array, "R"], backend: Backend
@@ -229,15 +254,21 @@ class JaxModelPlan:
         """Return the model. Its parameters are on the device already, so nothing is loaded."""
         return self.abstract_model
 
+    @property
+    def devices(self) -> list[Any]:
+        """Devices of the parameters, in the order of the mesh."""
+        if self.abstract_model.devices is not None:
+            return [*self.abstract_model.devices.mesh.devices.flat]
+        return [*jax.tree.leaves(self.abstract_model.params)[0].devices()]
+
     def with_kv_cache_dtype(self, dtype: str | None) -> "JaxModelPlan":
         """Return the plan with another dtype of the pool; None keeps the dtype of the keys."""
         if dtype is None:
             return self
         sizes = replace(self.config, kv_cache_dtype=dtype)
         found = self.abstract_model
-        return replace(
-            self, config=sizes, abstract_model=JaxDecoder(found.model, sizes, found.params)
-        )
+        model = JaxDecoder(found.model, sizes, found.params, found.devices)
+        return replace(self, config=sizes, abstract_model=model)
 
     def digests(self) -> ModelDigests:
         """Return the digests of the model's functions, without a reference to the parameters."""
@@ -247,11 +278,10 @@ class JaxModelPlan:
 
     @property
     def parameters(self) -> "JaxParameters":
-        """Shapes, dtypes and device of the parameters."""
-        params = self.abstract_model.params
-        [device] = jax.tree.leaves(params)[0].devices()
-        shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
-        return JaxParameters(self.abstract_model.model, self.config, shapes, device)
+        """Shapes, dtypes and devices of the parameters."""
+        found = self.abstract_model
+        shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), found.params)
+        return JaxParameters(found.model, self.config, shapes, self.devices[0], found.devices)
 
 
 @dataclass(frozen=True)
@@ -262,13 +292,15 @@ class JaxParameters:
         model: The model.
         sizes: Sizes of the model and of its pool.
         shapes: Shapes and dtypes, as a pytree of `jax.ShapeDtypeStruct`.
-        device: Device of the engine.
+        device: First device of the engine.
+        devices: Devices that split the parameters; None for a single device.
     """
 
     model: JaxModel
     sizes: JaxModelSizes
     shapes: Any
     device: Any
+    devices: ModelDevices | None = None
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -290,8 +322,8 @@ class JaxParameters:
             check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
-            TypeError, ValueError: The tree, or the shape, dtype or device of an array differs, or
-                an array is not finite. The message names the first such array.
+            TypeError, ValueError: The tree, or the shape, dtype, device or split of an array
+                differs, or an array is not finite. The message names the first such array.
         """
         wanted, found = (
             {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -311,7 +343,7 @@ class JaxParameters:
                 f"params is {jax.tree.structure(params)}, but the engine was created with "
                 f"{jax.tree.structure(self.shapes)}: pass a tree with the same containers"
             )
-        arrays = _check_parameters(params, self.device)
+        arrays = _check_parameters(params, self.device, self.devices and self.devices.mesh)
         for path, leaf in jax.tree.leaves_with_path(arrays):
             name, spec = jax.tree_util.keystr(path), wanted[jax.tree_util.keystr(path)]
             if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
@@ -319,6 +351,7 @@ class JaxParameters:
                     f"params{name} is {leaf.dtype}{list(leaf.shape)}, but the engine was created "
                     f"with {spec.dtype}{list(spec.shape)}: pass the same shape and dtype"
                 )
+        self._check_split(arrays)
         named = {
             f"params{jax.tree_util.keystr(path)}": leaf
             for path, leaf in jax.tree.leaves_with_path(arrays)
@@ -327,6 +360,23 @@ class JaxParameters:
             check_all_finite(named)
         leaves = tuple(jax.tree.leaves(nnx.state(JaxDecoder(self.model, self.sizes, arrays))))
         return lambda _: leaves
+
+    def _check_split(self, arrays: Any) -> None:
+        """Check that the devices split new parameters as they split the old ones."""
+        if self.devices is None:
+            return
+        leaves = jax.tree.leaves_with_path(arrays)
+        for (path, leaf), wanted in zip(leaves, self.devices.split_axes, strict=True):
+            found = split_axis_of(leaf)
+            if found != wanted:
+                texts = [
+                    "replicated" if axis is None else f"split along axis {axis}"
+                    for axis in (found, wanted)
+                ]
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {texts[0]}, but the engine was created "
+                    f"with an array that is {texts[1]}: pass the same sharding"
+                )
 
 
 def plan_jax_model(
@@ -339,22 +389,31 @@ def plan_jax_model(
 
     Args:
         model: The model.
-        params: Parameters, a pytree of arrays on `device`.
-        device: Device of the engine.
+        params: Parameters, a pytree of arrays on `device`, or on a mesh with one axis of several
+            devices.
+        device: Device of the engine, if the parameters are not on several devices.
         batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
 
     Raises:
-        TypeError, ValueError: A parameter is not an array on the device, or a function does not
-            return what `JaxModel` says. The message names the parameter, the layer or the result.
+        TypeError, ValueError: A parameter is not an array on the device or the mesh, the devices
+            do not divide the KV heads of a layer, or a function does not return what `JaxModel`
+            says. The message names the parameter, the layer or the result.
             Or `batch_invariant` is set, and a function sums numbers without an operation of
             `ModelStep`.
         Exception: An error of a function. A note says that jpaged was tracing the model.
     """
-    arrays = _check_parameters(params, device)
+    mesh = find_mesh(params)
+    arrays = _check_parameters(params, device, mesh)
     if not jax.tree.leaves(arrays):
         raise ValueError("params has no array: pass the parameters of the model")
+    devices = None
+    if mesh is not None:
+        _check_kv_heads(model, mesh)
+        devices = ModelDevices(mesh, tuple(map(split_axis_of, jax.tree.leaves(arrays))))
+        device = mesh.devices.flat[0]
     backend = select_backend(device.platform)
-    hidden, kv_dtype = _trace(model, arrays, backend, batch_invariant=batch_invariant)
+    mode = {"batch_invariant": batch_invariant, "devices": devices}
+    hidden, kv_dtype = _trace(model, arrays, backend, **mode)
     heads = model.pool_heads
     sizes = JaxModelSizes(
         vocab_size=model.vocab_size,
@@ -367,19 +426,34 @@ def plan_jax_model(
         eos_token_ids=model.end_tokens,
         batch_invariant=batch_invariant,
     )
-    return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays))
+    return JaxModelPlan(sizes, jnp.dtype(hidden.dtype), JaxDecoder(model, sizes, arrays, devices))
 
 
-def _check_parameters(params: Any, device: Any) -> Any:
+def _check_kv_heads(model: JaxModel, mesh: Mesh) -> None:
+    """Check that the devices can split the KV heads of each layer."""
+    count = mesh.size
+    for index, (num_kv_heads, _) in enumerate(model.layers):
+        if num_kv_heads % count:
+            divisors = [it for it in range(1, count) if all(k % it == 0 for k, _ in model.layers)]
+            raise ValueError(
+                f"layer {index} has num_kv_heads={num_kv_heads}, which the {count} devices of "
+                f"params cannot split: use {' or '.join(map(str, divisors))} devices, or repeat "
+                "the KV heads in forward"
+            )
+
+
+def _check_parameters(params: Any, device: Any, mesh: Mesh | None) -> Any:
     """Apply `_check_parameter` to every leaf of a pytree."""
     return jax.tree.map_with_path(
-        lambda path, leaf: _check_parameter(f"params{jax.tree_util.keystr(path)}", leaf, device),
+        lambda path, leaf: _check_parameter(
+            f"params{jax.tree_util.keystr(path)}", leaf, device, mesh
+        ),
         params,
     )
 
 
-def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
-    """Return the leaf as an array with the sharding of a single device, without a copy."""
+def _check_parameter(name: str, leaf: Any, device: Any, mesh: Mesh | None) -> jax.Array:
+    """Return the leaf as an array on the device, or with a sharding on the mesh, without a copy."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__qualname__}"
         raise TypeError(
@@ -392,28 +466,35 @@ def _check_parameter(name: str, leaf: Any, device: Any) -> jax.Array:
             "not donate them while an engine uses them"
         )
     devices = leaf.devices()
-    if devices != {device}:
+    if mesh is None and devices != {device}:
         found = (
             f"split over {len(devices)} devices"
             if len(devices) > 1
             else f"on {min(devices, key=str)}"
         )
         raise ValueError(
-            f"{name} is {found}, but a JaxModel runs on one device, {device}: pass "
+            f"{name} is {found}, but the engine runs on {device}: pass "
             "jax.device_put(params, jax.local_devices()[0])"
         )
     memory, default = leaf.sharding.memory_kind, device.default_memory().kind
     if memory not in (None, default):
         raise ValueError(
-            f"{name} is in {memory} memory: pass arrays in {default} memory, for example "
-            "jax.device_put(params, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))"
+            f"{name} is in {memory} memory: pass jax.device_put(array, "
+            f"array.sharding.with_memory_kind({default!r}))"
         )
+    if mesh is not None:
+        return place_on_mesh(name, leaf, mesh)
     is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
     return leaf if is_plain else leaf.addressable_data(0)
 
 
 def _trace(
-    model: JaxModel, params: Any, backend: Backend, *, batch_invariant: bool
+    model: JaxModel,
+    params: Any,
+    backend: Backend,
+    *,
+    batch_invariant: bool,
+    devices: ModelDevices | None,
 ) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
     """Trace both functions of a model, and check their results and the calls of `attend`.
 
@@ -421,20 +502,24 @@ def _trace(
         Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
     """
     dtypes: dict[int, jnp.dtype] = {}
-    mode = {"batch_invariant": batch_invariant}
+
+    def options(params: Any) -> dict[str, Any]:
+        islands = None if devices is None else devices.islands(params)
+        return {"batch_invariant": batch_invariant, "islands": islands}
+
     # Replace the arrays by shapes and dtypes, which have no weak types: the engine's programs are
     # traced in this way too.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
-        step = TracedStep(model.layers, _TRACED_TOKENS, backend, **mode)
+        step = TracedStep(model.layers, _TRACED_TOKENS, backend, **options(params))
         hidden = model.forward(params, tokens, positions, step)
         step.take_pool()
         dtypes.update(step.dtypes)
         return hidden
 
     def run_logits(params: Any, hidden: jax.Array) -> Any:
-        return model.compute_logits(params, hidden, TracedOps(backend, **mode))
+        return model.compute_logits(params, hidden, TracedOps(backend, **options(params)))
 
     tokens = jax.ShapeDtypeStruct((_TRACED_TOKENS,), jnp.int32)
     hidden, forward_trace = _trace_function("forward", run_forward, params, tokens, tokens)

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 import jax
@@ -30,7 +31,9 @@ from jpaged.models.attention import (
 )
 from jpaged.models.experts import router_logits
 from jpaged.models.layer_calls import trace_once
+from jpaged.models.model_devices import REPLICATED, Islands, Split, refuse_split
 from jpaged.models.norm import add_norm_rows, normalize_rows
+from jpaged.models.sharding import sum_in_device_order
 from pallas_kernels import (
     Backend,
     HeadNorms,
@@ -116,17 +119,26 @@ class ModelOps:
     The operations run the kernels of the built-in model families on a GPU, and plain XLA elsewhere.
     With the engine's option `batch_invariant`, the bits of a row do not depend on other rows.
     Products accumulate in float32. Rows and weights must have the same dtype.
+
+    With several devices, each operation documents how a weight may be split over them. The weights
+    must be arrays of `params`, whose split is known. Rows that no weight splits are computed on
+    every device.
     """
 
-    def __init__(self, backend: Backend, *, batch_invariant: bool = False):
+    def __init__(
+        self, backend: Backend, *, batch_invariant: bool = False, islands: Islands | None = None
+    ):
         self._backend, self._batch_invariant = backend, batch_invariant
+        self._islands = islands
 
     def project(self, x: Array, weight: Array) -> Partials:
         """Return the product of rows and a weight.
 
         Args:
             x: Rows [T, *inputs].
-            weight: Weight [*inputs, *outputs].
+            weight: Weight [*inputs, *outputs]. If it is split over devices along an axis of the
+                outputs, the product is split along this axis. If it is split along an axis of the
+                inputs, the devices' products are summed.
 
         Returns:
             The product. Pass it to `add_rms_norm` or `ModelStep.rope_attend`, or call its method
@@ -137,34 +149,45 @@ class ModelOps:
                 f"project: weight has shape {list(weight.shape)}, but must be [*inputs, *outputs] "
                 f"with inputs = {list(x.shape[1:])}, because x has shape {list(x.shape)}"
             )
-        return self._call("project", _project, x, weight)
+        split = self._product_split(x, weight)
+        return self._call("project", _project, x, weight, split=split)
 
     def gated_project(self, x: Array, weight: Array) -> Array:
         """Return silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the first half of a SwiGLU.
 
         Args:
             x: Rows [T, D].
-            weight: Gate and up projection [D, 2, F].
+            weight: Gate and up projection [D, 2, F]. If it is split over devices, it must be split
+                along F, and the result is split along F.
 
         Returns:
             The rows [T, F] for the down projection.
         """
-        return self._call("gated_project", _gated_project, x, weight)
+        split = None
+        if (islands := self._islands) is not None:
+            axis = islands.weight_axis("gated_project", "weight", weight)
+            if axis not in (None, 2):
+                raise refuse_split("gated_project", "weight [D, 2, F]", axis, "split along F")
+            rows = islands.split_along(None if axis is None else 1)
+            split = Split((REPLICATED, islands.split_along(axis)), rows)
+        return self._call("gated_project", _gated_project, x, weight, split=split)
 
     def project_vocabulary(self, hidden: Array, table: Array) -> Array:
         """Return the logits hidden @ table.T in float32.
 
         Args:
             hidden: Hidden states [R, D].
-            table: Output head or embedding table [V, D].
+            table: Output head or embedding table [V, D]. If it is split over devices along V, the
+                logits are split along V. If it is split along D, the devices' logits are summed.
         """
-        return self._call("project_vocabulary", _project_vocabulary, hidden, table)
+        split = self._vocabulary_split(table)
+        return self._call("project_vocabulary", _project_vocabulary, hidden, table, split=split)
 
     def rms_norm(self, x: Array, weight: Array, *, eps: SupportsFloat) -> Array:
         """Return x / rms(x) * weight, where rms(x) is taken over the last axis. The computation is
         in float32, and the result has x's dtype."""
         eps = _check_norm("rms_norm", weight, x.shape[-1:], eps)
-        return self._call("rms_norm", _rms_norm, x, weight, eps=eps)
+        return self._call("rms_norm", _rms_norm, x, weight, split=self._replicated(2), eps=eps)
 
     def add_rms_norm(
         self,
@@ -187,16 +210,71 @@ class ModelOps:
         """
         eps = _check_norm("add_rms_norm", weight, hidden.shape[-1:], eps)
         values = None if update is None else _as_partials(update).values
-        return self._call("add_rms_norm", _add_rms_norm, hidden, values, weight, eps=eps)
+        arrays, split = (hidden, values, weight), self._replicated(3)
+        return self._call("add_rms_norm", _add_rms_norm, *arrays, split=split, eps=eps)
 
-    def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-        """Run an operation with this object's backend and `batch_invariant` mode."""
+    def _product_split(self, x: Array, weight: Array) -> Split | None:
+        """Return how devices split `project`; None on one device."""
+        if (islands := self._islands) is None:
+            return None
+        axis, num_inputs = islands.weight_axis("project", "weight", weight), x.ndim - 1
+        spec = islands.split_along(axis)
+        if axis is None:
+            return Split((REPLICATED, spec))
+        if axis < num_inputs:
+            return Split((islands.split_along(1 + axis), spec), sum_axis=islands.axis_name)
+        # The partials of the product are [parts, T, *outputs].
+        return Split((REPLICATED, spec), islands.split_along(2 + axis - num_inputs))
+
+    def _vocabulary_split(self, table: Array) -> Split | None:
+        """Return how devices split `project_vocabulary`; None on one device."""
+        if (islands := self._islands) is None:
+            return None
+        axis = islands.weight_axis("project_vocabulary", "table", table)
+        spec = islands.split_along(axis)
+        if axis == 1:
+            return Split((islands.split_along(1), spec), sum_axis=islands.axis_name)
+        return Split((REPLICATED, spec), islands.split_along(None if axis is None else 1))
+
+    def _replicated(self, num_arrays: int) -> Split | None:
+        """Return the split of an operation whose arrays are complete on every device."""
+        return None if self._islands is None else Split((REPLICATED,) * num_arrays)
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arrays: Any,
+        split: Split | None,
+        **options: Any,
+    ) -> Any:
+        """Run an operation with this object's backend and `batch_invariant` mode.
+
+        Args:
+            name: Name of the operation.
+            function: Function of the operation, with `arrays` and `options` as arguments.
+            arrays: Arrays, or trees of arrays.
+            split: How devices split the arrays; None on one device.
+            options: Static options.
+        """
         mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
-        return function(*arrays, **options, **mode)
+        if split is None or self._islands is None:
+            return function(*arrays, **options, **mode)
+        if split.sum_axis is not None:
+            options["sum_axis"] = split.sum_axis
+        return self._islands.run(partial(function, **options, **mode), split, *arrays)
+
+
+def _sum_over_devices(rows: Array, axis_name: str, *, batch_invariant: bool) -> Array:
+    """Return the sum of the devices' arrays. In the batch-invariant mode, the order of the sum does
+    not depend on the number of rows."""
+    if batch_invariant:
+        return sum_in_device_order(rows, axis_name)
+    return jax.lax.psum(rows, axis_name)
 
 
 @trace_once
-def _project(x, weight, *, backend, batch_invariant):
+def _project(x, weight, *, backend, batch_invariant, sum_axis=None):
     outputs = weight.shape[x.ndim - 1 :]
     rows = x.reshape(x.shape[0], -1)
     flat = weight.reshape(rows.shape[1], -1)
@@ -204,6 +282,9 @@ def _project(x, weight, *, backend, batch_invariant):
         values = batch_invariant_gemm(rows, flat, backend=backend)[None]
     else:
         values = split_k_gemm(rows, flat, backend=backend)
+    if sum_axis is not None:
+        total = sum_partials(values, x.dtype)
+        values = _sum_over_devices(total, sum_axis, batch_invariant=batch_invariant)[None]
     return Partials(values.reshape(*values.shape[:2], *outputs), x.dtype)
 
 
@@ -214,10 +295,14 @@ def _gated_project(x, weight, *, backend, batch_invariant):
 
 
 @trace_once
-def _project_vocabulary(hidden, table, *, backend, batch_invariant):
+def _project_vocabulary(hidden, table, *, backend, batch_invariant, sum_axis=None):
     if batch_invariant:
-        return batch_invariant_transposed_gemm(hidden, table, backend=backend)
-    return einsum("rd,vd->rv", hidden, table, out=jnp.float32)
+        logits = batch_invariant_transposed_gemm(hidden, table, backend=backend)
+    else:
+        logits = einsum("rd,vd->rv", hidden, table, out=jnp.float32)
+    if sum_axis is None:
+        return logits
+    return _sum_over_devices(logits, sum_axis, batch_invariant=batch_invariant)
 
 
 @trace_once
@@ -244,6 +329,7 @@ def _experts(
     normalize,
     backend,
     batch_invariant,
+    sum_axis=None,
 ):
     mode = {"backend": backend, "batch_invariant": batch_invariant}
     logits = router_logits(x, router, **mode)
@@ -251,7 +337,10 @@ def _experts(
         logits, num_experts_per_token, normalize=normalize, num_tokens=num_tokens, **mode
     )
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
-    return expert_down_gemm(expert_gated_gemm(x, flat, routing, **mode), down, routing, **mode)
+    rows = expert_down_gemm(expert_gated_gemm(x, flat, routing, **mode), down, routing, **mode)
+    if sum_axis is None:
+        return rows
+    return _sum_over_devices(rows, sum_axis, batch_invariant=batch_invariant)
 
 
 @trace_once
@@ -315,6 +404,12 @@ def _rope_attend(
     return _attend(q, k, v, kv, attention, heads=heads, **options)
 
 
+def _rope_attend_heads(q, k, v, angles, norms, kv, attention, **options):
+    """Run `_rope_attend` on the query, key and value heads of one device."""
+    qkv = Partials(jnp.concatenate([q, k, v], axis=1)[None], q.dtype)
+    return _rope_attend(qkv, angles, norms, kv, attention, **options)
+
+
 class ModelStep(ModelOps):
     """Argument of `forward` that stands for one step of the engine.
 
@@ -329,8 +424,9 @@ class ModelStep(ModelOps):
         attention: AttentionInputs,
         *,
         batch_invariant: bool = False,
+        islands: Islands | None = None,
     ):
-        super().__init__(attention.backend, batch_invariant=batch_invariant)
+        super().__init__(attention.backend, batch_invariant=batch_invariant, islands=islands)
         self._layers, self._pool, self._attention = layers, pool, attention
         self._num_tokens = attention.slot_mapping.shape[0]
         self._attended: dict[int, LayerKV] = {}
@@ -429,7 +525,8 @@ class ModelStep(ModelOps):
             x: Rows [T, D].
             router: Weight of the router [E, D].
             gate_up: Gate and up projection of each expert [E, D, 2, F].
-            down: Down projection of each expert [E, F, D].
+            down: Down projection of each expert [E, F, D]. If the weights are split over devices,
+                `gate_up` and `down` must both be split along F, and the devices' rows are summed.
             num_experts_per_token: Number of experts that each token chooses.
             normalize: Whether the weights of a token's experts are divided by their sum.
 
@@ -440,7 +537,30 @@ class ModelStep(ModelOps):
         count = operator.index(num_experts_per_token)
         arrays = x, router, gate_up, down, self._attention.num_tokens
         options = {"num_experts_per_token": count, "normalize": bool(normalize)}
-        return self._call("experts", _experts, *arrays, **options)
+        split = self._experts_split(gate_up, down)
+        return self._call("experts", _experts, *arrays, split=split, **options)
+
+    def _experts_split(self, gate_up: Array, down: Array) -> Split | None:
+        """Return how devices split `experts`; None on one device."""
+        if (islands := self._islands) is None:
+            return None
+        axes = []
+        for name, weight, inner in (
+            ("gate_up [E, D, 2, F]", gate_up, 3),
+            ("down [E, F, D]", down, 1),
+        ):
+            axis = islands.weight_axis("experts", name, weight)
+            if axis not in (None, inner):
+                raise refuse_split("experts", name, axis, "split along F")
+            axes.append(axis)
+        if (axes[0] is None) != (axes[1] is None):
+            raise ValueError(
+                "experts: only one of gate_up and down is split over the devices: split both along "
+                "F, or none"
+            )
+        weights = [islands.split_along(axis) for axis in axes]
+        sum_axis = None if axes[0] is None else islands.axis_name
+        return Split((REPLICATED, REPLICATED, *weights, REPLICATED), sum_axis=sum_axis)
 
     def take_pool(self) -> tuple[LayerKV, ...]:
         """Return the pool with the keys and values that `forward` has written.
@@ -549,7 +669,10 @@ class ModelStep(ModelOps):
         """Do the work of `attend`. The arguments have been checked."""
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        return _attend(q, k, v, *layer, **mode, **options)
+        if (islands := self._islands) is None:
+            return _attend(q, k, v, *layer, **mode, **options)
+        split, mode["heads"] = _attention_split(islands, 0), _shard_heads(islands, mode["heads"])
+        return islands.run(partial(_attend, **mode, **options), split, q, k, v, *layer)
 
     def _rope_attend(
         self,
@@ -562,7 +685,31 @@ class ModelStep(ModelOps):
         """Do the work of `rope_attend`. The arguments have been checked."""
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
+        if (islands := self._islands) is None:
+            return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
+        # A device needs queries, keys and values, so split each of them over the devices. Sum the
+        # partials first, so that the devices exchange less.
+        qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
+        split, mode["heads"] = _attention_split(islands, 2), _shard_heads(islands, mode["heads"])
+        function = partial(_rope_attend_heads, **mode, **options)
+        return islands.run(function, split, *qkv_heads, angles, norms, *layer)
+
+
+def _attention_split(islands: Islands, num_complete: int) -> Split:
+    """Return how devices split attention.
+
+    Its arguments are queries, keys and values [T, heads, H], then `num_complete` arguments that
+    every device needs as a whole, the layer's pool, and the inputs of the step.
+    """
+    of_heads, of_pool = islands.split_along(1), islands.split_along(2)
+    complete = (REPLICATED,) * num_complete
+    inputs = of_heads, of_heads, of_heads, *complete, of_pool, REPLICATED
+    return Split(inputs, (of_heads, of_pool))
+
+
+def _shard_heads(islands: Islands, heads: LayerHeads) -> LayerHeads:
+    """Return the KV heads of one device."""
+    return heads._replace(num_kv_heads=heads.num_kv_heads // islands.num_devices)
 
 
 def _check_dtype(where: str, name: str, array: Any) -> None:
@@ -623,15 +770,24 @@ class TracedOps(ModelOps):
     the arguments.
     """
 
-    def __init__(self, backend: Backend, *, batch_invariant: bool = False):
-        ModelOps.__init__(self, backend, batch_invariant=batch_invariant)
+    def __init__(
+        self, backend: Backend, *, batch_invariant: bool = False, islands: Islands | None = None
+    ):
+        ModelOps.__init__(self, backend, batch_invariant=batch_invariant, islands=islands)
         self._outputs: dict[Any, Any] = {}
 
     @override
-    def _call(self, name: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-        run, (leaves, tree) = super()._call, jax.tree.flatten(arrays)
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arrays: Any,
+        split: Split | None,
+        **options: Any,
+    ) -> Any:
+        run, (leaves, tree) = partial(super()._call, split=split), jax.tree.flatten(arrays)
         shapes = tuple((it.shape, it.dtype) for it in leaves)
-        key = name, tree, shapes, tuple(sorted(options.items()))
+        key = name, tree, shapes, split, tuple(sorted(options.items()))
         if key not in self._outputs:
             # Mosaic GPU keeps traced references of its kernels (JAX 0.11.2), which a check for
             # leaks would report as arrays that the user's function keeps.
@@ -656,11 +812,13 @@ class TracedStep(TracedOps, ModelStep):
         backend: Backend = Backend.XLA,
         *,
         batch_invariant: bool = False,
+        islands: Islands | None = None,
     ):
         one = jnp.zeros((1,), jnp.int32)
         slots = jnp.zeros((num_tokens,), jnp.int32)
         attention = AttentionInputs(one[None], one, slots, None, backend)
-        ModelStep.__init__(self, layers, (), attention, batch_invariant=batch_invariant)
+        mode = {"batch_invariant": batch_invariant, "islands": islands}
+        ModelStep.__init__(self, layers, (), attention, **mode)
         self._outputs = {}
         self.dtypes: dict[int, jnp.dtype] = {}
 

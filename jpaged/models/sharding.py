@@ -27,7 +27,8 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import device_sum, nan_if_peer_lost, sum_partials
 
 MESH_AXIS = "tensor"
-"""Name of the mesh's only axis."""
+"""Name of the only axis of the mesh that `make_mesh` returns. The axis of a user's mesh may have
+another name (`split_axis`)."""
 
 
 def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
@@ -96,12 +97,12 @@ def barrier_all_reduce(
     return lax.psum(x, MESH_AXIS)
 
 
-def sum_in_device_order(x: jax.Array) -> jax.Array:
+def sum_in_device_order(x: jax.Array, axis_name: str = MESH_AXIS) -> jax.Array:
     """Sum the devices' arrays in float32 in the order of the devices, and round once.
 
     This function does not use an all-reduce, whose order may depend on the size of the array.
     """
-    parts = lax.all_gather(x, MESH_AXIS).astype(jnp.float32)
+    parts = lax.all_gather(x, axis_name).astype(jnp.float32)
     return reduce(jnp.add, list(parts)).astype(x.dtype)
 
 
@@ -146,9 +147,15 @@ def sharded_axis(unsharded_shape: Sequence[int], shard_shape: Sequence[int]) -> 
     )
 
 
+def split_axis(mesh: Mesh) -> str:
+    """Return the name of the mesh axis that splits arrays: the only axis with several devices, or
+    the first axis if there is a single device."""
+    return next((name for name, size in mesh.shape.items() if size > 1), mesh.axis_names[0])
+
+
 def axis_sharding(mesh: Mesh, axis: int | None) -> NamedSharding:
     """Return the sharding of an array that is split along `axis`; replicated if `axis` is None."""
-    spec = () if axis is None else (*[None] * axis, MESH_AXIS)
+    spec = () if axis is None else (*[None] * axis, split_axis(mesh))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

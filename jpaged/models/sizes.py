@@ -1,25 +1,27 @@
 """The sizes of a model that determine the engine's pool and programs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jpaged.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class JaxModelSizes:
-    """The sizes of a user's model. The attributes have the same names as in `ModelConfig`.
+    """The sizes of a user's model, or of one device's shard of it. The attributes have the same
+    names as in `ModelConfig`.
 
     Attributes:
         vocab_size: Number of logits per token.
         hidden_size: Width of the hidden states.
         num_layers: Number of layers of the pool.
-        num_kv_heads: Number of KV heads of each layer of the pool.
+        num_kv_heads: Number of KV heads of each layer of the pool. In a shard, the number on one
+            device.
         head_size: Width of one head of the pool.
         max_position_embeddings: Maximum number of tokens of a sequence.
         kv_cache_dtype: Dtype of the pool.
         eos_token_ids: Tokens that end a text.
         batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
-        tensor_parallel_size: 1, because the model runs on one device.
+        tensor_parallel_size: Number of devices of a shard; 1 for the whole model.
     """
 
     vocab_size: int
@@ -34,18 +36,21 @@ class JaxModelSizes:
     tensor_parallel_size: int = 1
 
     def shard(self, count: int) -> "JaxModelSizes":
-        """Return these sizes unchanged, because a user's model runs on one device.
+        """Return the sizes of the shard of each of `count` devices, which split the KV heads.
 
         Raises:
-            ValueError: `count` is not 1.
+            ValueError: `count` does not divide the number of KV heads.
         """
-        if count != 1:
-            raise ValueError(f"count is {count}: a JaxModel runs on one device, so pass 1")
-        return self
+        if self.num_kv_heads % count:
+            raise ValueError(
+                f"count={count} does not divide num_kv_heads={self.num_kv_heads}: pass a divisor"
+            )
+        num_kv_heads = self.num_kv_heads // count
+        return replace(self, num_kv_heads=num_kv_heads, tensor_parallel_size=count)
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of tokens whose logits the device computes. It is the size of the vocabulary."""
+        """Number of tokens whose logits each device has. It is the size of the vocabulary."""
         return self.vocab_size
 
     @property

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jpaged.models.jax_model import JaxDecoder
 from jpaged.models.model_trace import ModelDigests
 from jpaged.models.sharding import axis_sharding, global_shape_struct, per_device_shape, tree_mesh
 from jpaged.models.sizes import ModelSizes
@@ -62,13 +63,18 @@ class SplitModel:
     leaves: tuple[jax.Array | jax.ShapeDtypeStruct, ...]
     digests: ModelDigests | None = None
     """Digests of a user's functions, for the program store; None for a model of jpaged."""
+    takes_global_arrays: bool = False
+    """Whether the model computes with global arrays, and not with the shards of one device."""
 
     @staticmethod
     def of(model: nnx.Module) -> "SplitModel":
         """Split a model."""
         definition, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
-        return SplitModel(definition, treedef, tuple(leaves))
+        takes_global_arrays = isinstance(model, JaxDecoder) and model.devices is not None
+        return SplitModel(
+            definition, treedef, tuple(leaves), takes_global_arrays=takes_global_arrays
+        )
 
     @property
     def mesh(self) -> Mesh | None:
@@ -83,8 +89,9 @@ class SplitModel:
     def bind(self, step: Callable, **static: Any) -> Callable:
         """Return a function that calls `step`.
 
-        The returned function takes one device's shard of each parameter instead of the model. It
-        passes the keyword arguments `static` to `step` in each call.
+        The returned function takes one device's shard of each parameter instead of the model, or
+        global arrays if `takes_global_arrays`. It passes the keyword arguments `static` to `step`
+        in each call.
         """
 
         # `run` must not refer to `self`, because a reference would keep `self.leaves` in memory.

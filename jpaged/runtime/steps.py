@@ -266,6 +266,8 @@ def decode_burst_step(
     options |= {"call_shared": call_shared, "is_vocab_sharded": is_vocab_sharded}
     options |= {"logprobs_mode": logprobs_mode}
 
+    sample_rows = model.on_each_device(partial(sample_step, **options))
+
     def run(carry, batch):
         last, row_state, kv, row_tokens = carry
         logits, inputs, kv = decode_step(
@@ -278,8 +280,8 @@ def decode_burst_step(
             backend=backend,
             peer_header=peer_header,
         )
-        sampled, last, row_state, row_tokens = sample_step(
-            logits, inputs, last, row_state, row_tokens, **options
+        sampled, last, row_state, row_tokens = sample_rows(
+            logits, inputs, last, row_state, row_tokens
         )
         return (last, row_state, kv, row_tokens), sampled
 
@@ -421,6 +423,7 @@ def _sample_drafts(
     """
     num_queries, batch_size, width = hidden.shape
     per_head = max(1, MAX_VERIFY_LOGITS_ROWS // batch_size)
+    sample_rows = model.on_each_device(partial(sample, **options))
     adjusts = SamplerLevel.ADJUSTED in options["level"]
     tokens, scores, is_accepted = [], [], lengths > 0
     for first in range(0, num_queries, per_head):
@@ -433,7 +436,7 @@ def _sample_drafts(
             positions = (jnp.maximum(lengths, 0)[None] + offset[:, None]).reshape(-1)
             rows = unpack_params(jnp.tile(batch.sampling, (repeats, 1)), positions)
             row_ids = jnp.tile(batch.rows, repeats)
-            sampled = sample(logits[start : start + size], rows, sampling, row_ids, **options)
+            sampled = sample_rows(logits[start : start + size], rows, sampling, row_ids)
             for i, column in enumerate(sampled.token_ids.reshape(repeats, batch_size)):
                 at = len(tokens)
                 if at:
@@ -534,6 +537,7 @@ def prompt_logprobs_step(
     """
     num_rows = targets.shape[0]
     size = math.gcd(num_rows, MAX_SCORED_LOGITS_ROWS)
+    score_rows = model.on_each_device(partial(token_scores, count=max_logprobs, backend=backend))
 
     def score(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
@@ -550,7 +554,7 @@ def prompt_logprobs_step(
             own_rows = logits.shape[0]
             targets = lax.dynamic_slice_in_dim(targets, shard_start(own_rows), own_rows)
         wanted = jnp.ones(targets.shape, jnp.bool_)
-        scores = token_scores(logits, targets, wanted, max_logprobs, backend=backend)
+        scores = score_rows(logits, targets, wanted)
         return all_gather(scores, axis=0)[:size] if is_sharded else scores
 
     if size == num_rows:

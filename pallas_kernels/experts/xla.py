@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gemm.xla import einsum
+from pallas_kernels.gemm.xla import einsum, map_row_tiles
 
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 128
 """Bounds of the number of rows of a tile."""
@@ -119,12 +119,18 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
 
     products = map_tiles(compute_tile, routing, width, dtype, batch_invariant=batch_invariant)
     is_hit = routing.experts < routing.offsets.shape[0] - 1
-    total = jnp.zeros((routing.experts.shape[0], width), jnp.float32)
-    for choice in range(routing.experts.shape[1]):
-        rows = take_rows(products, routing.positions[:, choice]).astype(jnp.float32)
-        rows = rows * routing.weights[:, choice, None]
-        total += jnp.where(is_hit[:, choice, None], rows, 0)
-    return total.astype(dtype)
+
+    def add_choices(is_hit, positions, weights):
+        total = jnp.zeros((is_hit.shape[0], width), jnp.float32)
+        for choice in range(is_hit.shape[1]):
+            rows = take_rows(products, positions[:, choice]).astype(jnp.float32)
+            total += jnp.where(is_hit[:, choice, None], rows * weights[:, choice, None], 0)
+        return total.astype(dtype)
+
+    arrays = is_hit, routing.positions, routing.weights
+    # Outside of tiles, XLA may round a multiplication and an addition together for some numbers of
+    # rows only.
+    return map_row_tiles(add_choices, *arrays) if batch_invariant else add_choices(*arrays)
 
 
 def expert_weight(weight, expert):

@@ -15,7 +15,9 @@ from weakref import ref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged import Engine, JaxModel, SamplingParams
 from jpaged.compile import lowered_workers
@@ -71,16 +73,20 @@ def changed(**options: Any) -> JaxModel:
 
 
 def recipes(
-    model: JaxModel, max_num_seqs: int = 16, speculation: SpeculativeConfig | None = None
+    model: JaxModel,
+    max_num_seqs: int = 16,
+    speculation: SpeculativeConfig | None = None,
+    arrays: Any = None,
 ) -> Mapping[Any, Recipe]:
     """Return a dict from program names to compilation inputs (`Recipe`), for an engine that serves
-    `model`."""
-    plan = plan_jax_model(model, params(), DEVICE)
+    `model` with the parameters `arrays`; None for `params()`."""
+    plan = plan_jax_model(model, params() if arrays is None else arrays, DEVICE)
     split = SplitModel.of(plan.abstract_model)
     split = replace(split, digests=plan.digests())
     limits = 16, 9, 64, max_num_seqs, 512, VOCAB_SIZE
     config = RuntimeConfig(*limits, Backend.XLA, few_programs=True, speculation=speculation)
-    shapes = DeviceShapes.of(plan.config, config, plan.dtype)
+    sizes = plan.config.shard(len(plan.devices))
+    shapes = DeviceShapes.of(sizes, config, plan.dtype, split.mesh)
     return {it.name: it for it in Recipes(split, shapes, config)}
 
 
@@ -116,6 +122,18 @@ def test_changed_model_function_has_another_key_in_the_program_store(name: str):
 def test_program_key_depends_on_which_parameters_a_model_function_uses():
     both = [recipes(changed(names=names))[DECODE].key for names in ("qqv", "kkv")]
     assert both[0] != both[1]
+
+
+def test_program_key_depends_on_how_devices_split_the_parameters():
+    mesh = Mesh(np.array(jax.local_devices()[:2]), ("x",))
+
+    def key(spec: PartitionSpec) -> str:
+        arrays = jax.device_put(params(), NamedSharding(mesh, spec))
+        return recipes(MODEL, arrays=arrays)[DECODE].key
+
+    whole, rows = key(PartitionSpec()), key(PartitionSpec("x"))
+    assert len({recipes(MODEL)[DECODE].key, whole, rows}) == 3
+    assert rows == key(PartitionSpec("x", None))
 
 
 def test_deleted_digests_of_model_functions_are_freed_without_garbage_collection():

@@ -356,8 +356,8 @@ OPTIONS = {
     "dtype": ("bfloat16", "cast params"),
     "quantization": ("fp8", "omit it"),
     "load_format": ("dummy", "params holds the weights"),
-    "tensor_parallel_size": (2, "runs on one device"),
-    "enable_expert_parallel": (True, "runs on one device"),
+    "tensor_parallel_size": (2, "not the number of devices of params, 1: omit it"),
+    "enable_expert_parallel": (True, "the sharding of params splits"),
     "skip_tokenizer_init": (True, "pass tokenizer=None"),
     "gpu_memory_utilization": (0.5, "kv_cache_memory_bytes"),
     "num_blocks": (None, "pass kv_cache_memory_bytes or num_blocks"),
@@ -661,16 +661,9 @@ PARAMS = {
     "donated": (donated, r"params\['embed'\] was deleted or donated"),
     "other device": (
         lambda: jax.device_put(tiny_params()["embed"], jax.local_devices()[1]),
-        r"params\['embed'\] is on .*1, but a JaxModel runs on one device.*device_put",
+        r"params\['embed'\] is on .*1, but the engine runs on .*0: pass jax.device_put",
     ),
     "host memory": (lambda: pinned(tiny_params()["embed"]), "is in pinned_host memory: pass"),
-    "several devices": (
-        lambda: jax.device_put(
-            tiny_params()["embed"],
-            NamedSharding(Mesh(np.array(jax.local_devices()[:2]), ("x",)), PartitionSpec("x")),
-        ),
-        r"params\['embed'\] is split over 2 devices",
-    ),
 }
 
 

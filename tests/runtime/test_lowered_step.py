@@ -24,8 +24,9 @@ from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.jax_model import JaxDecoder, JaxModel, plan_jax_model
 from jpaged.models.loader import make_abstract_model
+from jpaged.models.model_devices import ModelDevices
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh
+from jpaged.models.sharding import axis_sharding, make_mesh
 from jpaged.models.sizes import JaxModelSizes, ModelSizes
 from jpaged.runtime.drafting import make_drafter
 from jpaged.runtime.programs import DeviceShapes, SplitModel
@@ -201,7 +202,7 @@ def test_jax_model_step_launches_one_kv_write_and_one_attention_per_layer(name: 
     assert counted[KERNEL] + counted[HOPPER_KERNEL] == 2 * 2
 
 
-def fused_jax_recipes(num_layers: int) -> dict[Any, Recipe]:
+def fused_jax_recipes(num_layers: int, num_devices: int = 1) -> dict[Any, Recipe]:
     """Return a dict from program names to compilation inputs (`Recipe`), for a `JaxModel` with the
     fused operations and the first `num_layers` layers of Qwen3-0.6B."""
     fields = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": num_layers}
@@ -233,8 +234,23 @@ def fused_jax_recipes(num_layers: int) -> dict[Any, Recipe]:
         model.max_positions,
         "bfloat16",
     )
-    split = SplitModel.of(JaxDecoder(model, own, params))
-    return recipes_of_split(split, own, speculation=DRAFTS)
+    devices = None
+    if (mesh := make_mesh(jax.devices(), num_devices)) is not None:
+        leaves, tree = jax.tree.flatten_with_path(params)
+        axes = [split_fused(jax.tree_util.keystr(path)) for path, _ in leaves]
+        placed = [
+            jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=axis_sharding(mesh, axis))
+            for (_, it), axis in zip(leaves, axes, strict=True)
+        ]
+        params, devices = jax.tree.unflatten(tree, placed), ModelDevices(mesh, tuple(axes))
+    split = SplitModel.of(JaxDecoder(model, own, params, devices))
+    return recipes_of_split(split, own.shard(num_devices), speculation=DRAFTS)
+
+
+def split_fused(path: str) -> int | None:
+    """Return the axis along which devices split a parameter of `fused_jax_llama`."""
+    axes = {"'embed'": 0, "'qkv'": 1, "'gate_up'": 2, "'out'": 0, "'down'": 0}
+    return next((axis for name, axis in axes.items() if name in path), None)
 
 
 def lowered_with_numpy_rules(recipe: Recipe) -> str:
@@ -247,6 +263,19 @@ def lowered_with_numpy_rules(recipe: Recipe) -> str:
 def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: tuple):
     found = launches(lowered_with_numpy_rules(fused_jax_recipes(2)[name]))
     assert found == launches(lowered_for_gpu(all_recipes("qwen3-0.6b", 2)[name]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
+def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tuple):
+    """The two all-reduces per layer follow the attention and the feed-forward."""
+    alone, both = (lowered_with_numpy_rules(fused_jax_recipes(2, count)[name]) for count in (1, 2))
+    kinds = KERNEL, HOPPER_KERNEL, PRODUCT
+    one, two = launches(alone), launches(both, *kinds, ALL_REDUCE)
+    assert one[KERNEL] > 0
+    assert {kind: two[kind] for kind in kinds} == {kind: one[kind] for kind in kinds}
+    assert two[ALL_REDUCE] == 2 * 2
+    assert _num_reused(both) == _num_reused(alone)
 
 
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)

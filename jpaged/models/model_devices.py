@@ -1,0 +1,200 @@
+"""Devices of a user's model: how they split the parameters, and functions on the devices' shards.
+
+XLA partitions the plain JAX code of a user's functions over the mesh of the parameters. Attention,
+fused operations and sampling run kernels, which XLA cannot partition. `Islands` runs these
+functions on each device, in `jax.shard_map`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpaged.errors import format_count
+from jpaged.models.sharding import axis_sharding, sharded_axis, split_axis
+
+REPLICATED = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class ModelDevices:
+    """The mesh of a user's parameters, and the axis along which each parameter is split.
+
+    Attributes:
+        mesh: Mesh with one axis of several devices. XLA partitions all arrays (`AxisType.Auto`).
+        split_axes: For each parameter, in the order of `jax.tree.leaves`, the axis along which the
+            array is split; None if every device has the whole array.
+    """
+
+    mesh: Mesh
+    split_axes: tuple[int | None, ...]
+
+    def replicate(self, array: jax.Array) -> jax.Array:
+        """Return a traced array of which every device has a complete copy."""
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, REPLICATED))
+
+    def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `function` on every device with complete arrays. The results
+        must be the same on all devices."""
+        return _map_shards(function, self.mesh, REPLICATED, REPLICATED)
+
+    def islands(self, params: Any) -> "Islands":
+        """Return the islands of a trace in which `params` has the traced parameters."""
+        leaves = jax.tree.leaves(params)
+        return Islands(self, list(zip(leaves, self.split_axes, strict=True)))
+
+
+class Split(NamedTuple):
+    """How devices split the arrays of an operation.
+
+    Attributes:
+        inputs: A `PartitionSpec` for each argument.
+        output: `PartitionSpec` of all results, or a tree of such.
+        sum_axis: Name of the mesh axis over which the operation sums its result; None for no sum.
+    """
+
+    inputs: tuple[PartitionSpec, ...]
+    output: Any = REPLICATED
+    sum_axis: str | None = None
+
+
+class Islands:
+    """Runs functions on the shards of each device, while a user's functions are traced.
+
+    Args:
+        devices: Devices of the model.
+        weights: Pairs of a traced parameter and the axis along which it is split.
+    """
+
+    def __init__(self, devices: ModelDevices, weights: list[tuple[Any, int | None]]):
+        self._mesh, self.axis_name = devices.mesh, split_axis(devices.mesh)
+        # The parameters are kept with their ids, so that no other array gets the same id.
+        self._weights = {id(array): (array, axis) for array, axis in weights}
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh."""
+        return self._mesh.size
+
+    def split_along(self, axis: int | None) -> PartitionSpec:
+        """Return the specification of an array that is split along `axis`; None: replicated."""
+        return axis_sharding(self._mesh, axis).spec
+
+    def weight_axis(self, where: str, name: str, weight: Any) -> int | None:
+        """Return the axis along which a weight is split; None if it is replicated.
+
+        Args:
+            where: Name of the operation, for the error.
+            name: Name of the argument, for the error.
+            weight: The argument.
+
+        Raises:
+            ValueError: The argument is not an array of the parameters.
+        """
+        if id(weight) not in self._weights:
+            raise ValueError(
+                f"{where}: {name} is computed by the function, so its split over the "
+                f"{self.num_devices} devices is unknown: pass an array of params itself, and "
+                "reshape, stack or cast it before the engine is created"
+            )
+        return self._weights[id(weight)][1]
+
+    def run(self, function: Callable[..., Any], split: Split, *arguments: Any) -> Any:
+        """Call `function` on each device with the shards of the arguments, and return the global
+        results."""
+        return _map_shards(function, self._mesh, split.inputs, split.output)(*arguments)
+
+
+def _map_shards(function: Callable[..., Any], mesh: Mesh, inputs: Any, output: Any) -> Any:
+    """Return a function of global arrays that calls `function` on each device with its shards."""
+    specs: dict[str, Any] = {"in_specs": inputs, "out_specs": output}
+    # JAX cannot infer that a kernel's result is equal on all devices, so set check_vma to False.
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+
+
+def refuse_split(where: str, name: str, axis: int, supported: str) -> ValueError:
+    """Return the error for a weight that is split along an axis that an operation cannot use."""
+    return ValueError(
+        f"{where}: {name} is split over the devices along axis {axis}, but must be {supported}: "
+        "change its PartitionSpec"
+    )
+
+
+def find_mesh(params: Any) -> Mesh | None:
+    """Return the mesh of the parameters; None if every array is on a single device.
+
+    Raises:
+        ValueError: The mesh has several axes with several devices, or devices of other hosts. The
+            message names an array of the mesh.
+    """
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
+            continue  # the caller names these leaves in its errors
+        if len(leaf.sharding.device_set) > 1:
+            return _check_mesh(f"params{jax.tree_util.keystr(path)}", leaf)
+    return None
+
+
+def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
+    """Return the mesh of an array that is on several devices, with `AxisType.Auto`."""
+    sharding, count = leaf.sharding, len(leaf.sharding.device_set)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        raise ValueError(
+            f"{name} is on {count} devices with a {type(sharding).__name__}: pass arrays with a "
+            "NamedSharding, for example jax.device_put(params, NamedSharding(mesh, "
+            "PartitionSpec()))"
+        )
+    mesh = sharding.mesh
+    axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    if len(axes) > 1:
+        raise ValueError(
+            f"{name} is on a mesh with the axes {' and '.join(axes)}, but a JaxModel is split "
+            "along one axis, over its heads: move params to a mesh with one axis of several "
+            "devices, such as jax.make_mesh((2,), ('tensor',)), without an fsdp axis"
+        )
+    if others := set(mesh.devices.flat) - set(jax.local_devices()):
+        raise ValueError(
+            f"{name} is also on {min(others, key=str)}, a device of another process: pass arrays "
+            "on jax.local_devices(), because an engine runs in one process"
+        )
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return an array of the parameters with a sharding on `mesh`, without a copy.
+
+    Raises:
+        ValueError: The array is not on the mesh. The message begins with `name`.
+    """
+    sharding, remedy = leaf.sharding, "jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
+    own = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if not isinstance(own, Mesh) or own.shape != mesh.shape:
+        where = format_count(len(sharding.device_set), "device")
+        raise ValueError(
+            f"{name} is on {where} with {sharding}, but other arrays of params are on "
+            f"{_describe(mesh)}: pass {remedy} for an array that every device needs"
+        )
+    if [*own.devices.flat] != [*mesh.devices.flat]:
+        raise ValueError(
+            f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
+            f"other devices, or with another order of devices: pass {remedy} with one mesh"
+        )
+    wanted = axis_sharding(mesh, split_axis_of(leaf))
+    if sharding == wanted:
+        return leaf
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, wanted, shards)
+
+
+def split_axis_of(leaf: jax.Array) -> int | None:
+    """Return the axis along which an array is split over devices; None if it is replicated."""
+    return sharded_axis(leaf.shape, leaf.sharding.shard_shape(leaf.shape))
+
+
+def _describe(mesh: Mesh) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"a mesh of {format_count(mesh.size, 'device')} ({axes})"

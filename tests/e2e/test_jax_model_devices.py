@@ -1,0 +1,381 @@
+"""Test engines of a `JaxModel` whose parameters are on several devices. The devices are GPUs or
+virtual CPU devices."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from e2e_options import LOOPS, make_workload
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_batch_invariance import optimized_programs  # noqa: F401  # a fixture
+from test_fused_jax_model import FUSED, ROWS, changed, fused_params
+from test_jax_model import (
+    GREEDY,
+    PROMPTS,
+    REQUESTS,
+    SPECULATION,
+    TINY,
+    greedy_tokens,
+    make_engine,
+    tiny_params,
+    tokens,
+    user_settings,
+)
+
+from examples import fused_jax_llama, plain_jax_llama
+from jpaged import Engine, JaxModel, SamplingParams
+from jpaged.compile import builder
+from jpaged.engine import startup
+from jpaged.models import model_devices
+from jpaged.models.sizes import JaxModelSizes
+
+pytestmark = pytest.mark.gpu2
+
+WIDTH, VOCAB_SIZE, HEADS, KV_HEADS, HEAD_SIZE, INNER = 64, 64, 8, 4, 16, 96
+CONFIG: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "head_dim": HEAD_SIZE,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+}
+
+
+@cache
+def weights(seed: int = 0) -> dict[str, jax.Array]:
+    """Return random tensors of a checkpoint."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (HEADS * HEAD_SIZE, WIDTH),
+        "self_attn.k_proj": (KV_HEADS * HEAD_SIZE, WIDTH),
+        "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, WIDTH),
+        "self_attn.o_proj": (WIDTH, HEADS * HEAD_SIZE),
+        "mlp.gate_proj": (INNER, WIDTH),
+        "mlp.up_proj": (INNER, WIDTH),
+        "mlp.down_proj": (WIDTH, INNER),
+    }
+    norms = {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
+    norms |= {"self_attn.q_norm": HEAD_SIZE, "self_attn.k_norm": HEAD_SIZE}
+    shapes |= {name: (size,) for name, size in norms.items()}
+    found = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(CONFIG["num_hidden_layers"])
+        for name, shape in shapes.items()
+    }
+    found |= {"model.embed_tokens.weight": (VOCAB_SIZE, WIDTH), "model.norm.weight": (WIDTH,)}
+    random = {name: rng.normal(size=shape) / 4 for name, shape in found.items()}
+    random = {name: it + (it.ndim == 1) for name, it in random.items()}
+    random["model.embed_tokens.weight"] *= 4  # answers then repeat tokens, so drafts are accepted
+    return {name: jnp.asarray(it, jnp.float32) for name, it in random.items()}
+
+
+def split_plain(path: str) -> int | None:
+    """Return the axis along which devices split a parameter of `plain_jax_llama`."""
+    if any(name in path for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+        return 0
+    return 1 if "o_proj" in path or "down_proj" in path else None
+
+
+def split_fused(path: str) -> int | None:
+    """Return the axis along which devices split a parameter of `fused_jax_llama`."""
+    axes = {"'embed'": 0, "'qkv'": 1, "'gate_up'": 2, "'out'": 0, "'down'": 0}
+    return next((axis for name, axis in axes.items() if name in path), None)
+
+
+EXAMPLES: dict[str, tuple[Callable[..., JaxModel], Callable[..., Any], Callable[..., Any]]] = {
+    "plain": (plain_jax_llama.make_model, lambda it, _: it, split_plain),
+    "fused": (fused_jax_llama.make_model, fused_jax_llama.fuse, split_fused),
+}
+
+
+def make_mesh(count: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    """Return a mesh with an axis of one device, and an axis of `count` devices."""
+    if count > jax.device_count():
+        pytest.skip(f"needs {count} devices")
+    devices = np.array(jax.local_devices()[:count]).reshape(1, count)
+    return Mesh(devices, ("data", "model"), axis_types=(kind, kind))
+
+
+def shard(params: Any, mesh: Mesh, split: Callable[[str], int | None]) -> Any:
+    """Split the parameters over the axis "model" of a mesh."""
+
+    def place(path: Any, leaf: jax.Array) -> jax.Array:
+        axis = split(jax.tree_util.keystr(path))
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "model")
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map_with_path(place, params)
+
+
+def sharded_example(
+    name: str, mesh: Mesh, seed: int = 0, dtype: Any = jnp.float32
+) -> tuple[JaxModel, Any]:
+    """Return an example model, and its parameters on a mesh."""
+    make, fuse, split = EXAMPLES[name]
+    with user_settings():
+        params = jax.tree.map(lambda it: it.astype(dtype), fuse(weights(seed), CONFIG))
+    return make(CONFIG), shard(params, mesh, split)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[int], list[list[int]]]:
+    """Return a function that returns the tokens of the plain model on one device, without a KV
+    cache, for the weights of a seed."""
+    model = plain_jax_llama.make_model(CONFIG)
+    return cache(lambda seed: [greedy_tokens(model, weights(seed), it) for it in PROMPTS])
+
+
+def check_census(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize(
+    ("example", "count", "loop", "speculation"),
+    [
+        ("fused", 2, "overlapped", "drafts"),
+        pytest.param("plain", 4, "bursts", "no drafts", marks=pytest.mark.full),
+        pytest.param("plain", 2, "synchronous", "drafts", marks=pytest.mark.full),
+        pytest.param("plain", 2, "bursts", "drafts", marks=pytest.mark.full),
+        pytest.param("fused", 4, "synchronous", "no drafts", marks=pytest.mark.full),
+        pytest.param("fused", 2, "bursts", "no drafts", marks=pytest.mark.full),
+        pytest.param("fused", 4, "overlapped", "no drafts", marks=pytest.mark.full),
+    ],
+)
+def test_several_devices_generate_the_tokens_of_one_device(
+    expected: Callable[[int], list[list[int]]],
+    example: str,
+    count: int,
+    loop: str,
+    speculation: str,
+):
+    """The pool has room for 2 of the 3 requests, so that requests are swapped."""
+    mesh = make_mesh(count, AxisType.Explicit if example == "fused" else AxisType.Auto)
+    options = {name: dict(value) for name, value in SPECULATION[speculation].items()}
+    tight = {"num_blocks": 7, "preemption_mode": "swap", "max_model_len": 64}
+    model, params = sharded_example(example, mesh)
+    engine = make_engine(model, params, **LOOPS[loop], **tight, **options)
+    for _ in range(2):  # the second run finds prefixes in the cache
+        assert tokens(engine.generate(PROMPTS, GREEDY)) == expected(0)
+    stats = engine.stats()
+    assert stats.num_cached_tokens > 0
+    assert stats.num_swapped_out_blocks > 0
+    assert bool(stats.num_accepted_tokens) == bool(options)
+    check_census(engine)
+    new, others = (sharded_example(example, mesh, seed=1)[1] for _ in range(2))
+    for wrong, message in (
+        (shard(others, mesh, lambda _: None), "is replicated, but .* is split along axis"),
+        (jax.device_put(others, jax.local_devices()[0]), "is on 1 device with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(wrong)
+    engine.update_weights(new)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == expected(1) != expected(0)
+    check_census(engine)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_kind_of_request_gets_the_answers_of_one_device(example: str, loop: str):
+    prompts, params = make_workload(REQUESTS, 8, VOCAB_SIZE, max_tokens=24)
+    model, arrays = sharded_example(example, make_mesh(2))
+    alone = make_engine(model, jax.device_put(arrays, jax.local_devices()[0]), **LOOPS[loop])
+    both = make_engine(model, arrays, **LOOPS[loop])
+    one, two = (engine.generate(prompts, params) for engine in (alone, both))
+    for own, other in zip(one, two, strict=True):
+        assert [it.token_ids for it in own.outputs] == [it.token_ids for it in other.outputs]
+    scores = [engine.score_completions([PROMPTS[0]], [[4, 5, 6]])[0] for engine in (alone, both)]
+    np.testing.assert_allclose(scores[0].logprobs, scores[1].logprobs, atol=1e-4)
+    check_census(both)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "placed", ["whole weights", "split experts", "split vocabulary and inputs"]
+)
+def test_each_supported_split_of_a_weight_gives_the_same_tokens(placed: str):
+    """The layers have different heads, so the heads of one layer are padded. The second layer has
+    experts."""
+
+    def split(path: str) -> int | None:
+        if placed == "split experts":
+            return 3 if "[1]['gate_up']" in path else 1 if "[1]['down']" in path else None
+        if placed == "split vocabulary and inputs":
+            return 1 if "embed" in path else 0 if "qkv" in path else None
+        return None
+
+    alone = make_engine(FUSED, fused_params())
+    both = make_engine(FUSED, shard(fused_params(), make_mesh(2), split))
+    assert tokens(both.generate(PROMPTS, GREEDY)) == tokens(alone.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("optimized_programs")
+def test_batch_invariant_rows_have_the_same_bits_on_two_devices():
+    model, params = sharded_example("fused", make_mesh(2), dtype=jnp.bfloat16)
+    engine = make_engine(model, params, batch_invariant=True, enable_prefix_caching=False)
+    scored = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
+
+    def logprobs(prompts: list[list[int]]) -> list[list[float]]:
+        found = engine.generate(prompts, scored)
+        return [
+            [next(iter(it.values())).logprob for it in output.outputs[0].logprobs or ()]
+            for output in found
+        ]
+
+    prompts = [[3 + i, *range(5, 9 + 4 * i)] for i in range(7)]
+    assert logprobs(prompts) == [logprobs([prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.full
+def test_second_start_on_several_devices_loads_the_stored_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, params = sharded_example("fused", make_mesh(2))
+    options = {"compilation_cache_dir": tmp_path, "max_model_len": 64}
+    first = tokens(make_engine(model, params, **options).generate(PROMPTS, GREEDY))
+    monkeypatch.setattr(builder, "_export", lambda _: pytest.fail("a program was traced"))
+    assert tokens(make_engine(model, params, **options).generate(PROMPTS, GREEDY)) == first
+
+
+def test_memory_account_reports_the_bytes_of_one_of_the_devices():
+    model, params = sharded_example("fused", make_mesh(2))
+    engine = make_engine(model, params, num_blocks=65)
+    per_token = 2 * CONFIG["num_hidden_layers"] * KV_HEADS * HEAD_SIZE * 4
+    assert engine.memory_account.kv_cache * 2 == 65 * 16 * per_token
+    halves = sum(it.addressable_shards[0].data.nbytes for it in jax.tree.leaves(params))
+    assert engine.memory_account.weights == halves
+    array = params["layers"][0]["qkv"]
+    array.delete()  # simulates a function that donates the array
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        engine.generate(PROMPTS[:1], GREEDY)
+
+
+# Refusals
+
+
+def place_one(leaf: Callable[[jax.Array, Mesh], jax.Array]) -> Any:
+    """Return parameters on two devices, of which `leaf` places the embedding."""
+    mesh = make_mesh(2)
+    params = shard(tiny_params(), mesh, lambda _: None)
+    return {**params, "embed": leaf(tiny_params()["embed"], mesh)}
+
+
+def on_two_axes(leaf: jax.Array, _: Mesh) -> jax.Array:
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    mesh = Mesh(np.array(jax.local_devices()[:4]).reshape(2, 2), ("fsdp", "model"))
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("fsdp")))
+
+
+def reversed_mesh(leaf: jax.Array, mesh: Mesh) -> jax.Array:
+    other = Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+    return jax.device_put(leaf, NamedSharding(other, PartitionSpec()))
+
+
+PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
+    "fsdp axis": (
+        on_two_axes,
+        r"params\['embed'\] is on a mesh with the axes fsdp=2 and model=2, but .* without an fsdp",
+    ),
+    "one device": (
+        lambda leaf, _: jax.device_put(leaf, jax.local_devices()[0]),
+        r"params\['embed'\] is on 1 device with .* a mesh of 2 devices \(data=1, model=2\): pass",
+    ),
+    "other order of devices": (reversed_mesh, "such a mesh with other devices, or with another"),
+    "host memory": (
+        lambda leaf, mesh: jax.device_put(
+            leaf, NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+        ),
+        r"params\['embed'\] is in pinned_host memory: pass jax.device_put",
+    ),
+    "NumPy array": (lambda leaf, _: np.asarray(leaf), "is a numpy.ndarray, not a JAX array"),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameter_that_is_not_on_the_mesh_is_refused(name: str):
+    leaf, message = PARAMS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_engine(params=place_one(leaf))
+
+
+def test_sharding_without_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch):
+    params = shard(tiny_params(), make_mesh(2), lambda _: None)
+
+    class OtherSharding:
+        pass
+
+    monkeypatch.setattr(model_devices, "NamedSharding", OtherSharding)
+    with pytest.raises(ValueError, match="is on 2 devices with a NamedSharding: pass arrays with"):
+        make_engine(params=params)
+
+
+def test_mesh_with_devices_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch):
+    params = shard(tiny_params(), make_mesh(2), lambda _: None)
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"\] is also on .*1, a device of another process: pass"):
+        make_engine(params=params)
+
+
+def test_kv_heads_that_the_devices_cannot_split_are_refused():
+    with pytest.raises(ValueError, match=r"layer 1 has num_kv_heads=1, which the 2 .* use 1 dev"):
+        make_engine(TINY, shard(tiny_params(), make_mesh(2), lambda _: None))
+    with pytest.raises(ValueError, match="count=3 does not divide num_kv_heads=4: pass a divisor"):
+        JaxModelSizes(64, 64, 2, 4, 16, 128, "float32").shard(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is not the number of .* params, 2"),
+        ({"num_compile_workers": 2}, "num_compile_workers=2 does not apply to params on 2 devices"),
+    ],
+)
+def test_option_that_does_not_fit_the_devices_is_refused(options: dict[str, Any], message: str):
+    model, params = sharded_example("plain", make_mesh(2))
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, params, **options)
+
+
+OPERATIONS: dict[str, tuple[Any, Callable[[str], int | None], str]] = {
+    "computed weight": (
+        changed(lambda step: step.project(ROWS, ROWS.T)),
+        lambda _: None,
+        "project: weight is computed by the function, .* pass an array of params itself",
+    ),
+    "gate and up": (
+        FUSED,
+        lambda path: 0 if "[0]['gate_up']" in path else None,
+        r"gated_project: weight \[D, 2, F\] is split over the devices along axis 0, but must be sp",
+    ),
+    "whole experts": (
+        FUSED,
+        lambda path: 0 if "[1]['down']" in path else None,
+        r"experts: down \[E, F, D\] is split over the devices along axis 0, but must be split al",
+    ),
+    "half of the experts' weights": (
+        FUSED,
+        lambda path: 1 if "[1]['down']" in path else None,
+        "experts: only one of gate_up and down is split",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_split_that_an_operation_does_not_support_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    model, split, message = OPERATIONS[name]
+    monkeypatch.setattr(startup, "Compilation", lambda *_: pytest.fail("the pool was sized"))
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, shard(fused_params(), make_mesh(2), split))
