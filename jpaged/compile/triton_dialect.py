@@ -15,8 +15,11 @@ def register_triton_dialect() -> None:
     Each Triton operation would thus search three folders, which takes a third of the time to lower
     a Triton kernel.
     """
-    if _NAME not in sys.modules and find_spec(_NAME) is None:
-        try:
+    if _NAME in sys.modules:
+        return
+    try:
+        # `find_spec` raises an error if jaxlib has no folder of dialects.
+        if find_spec(_NAME) is None:
             sys.modules[_NAME] = import_module("jaxlib.triton.dialect")
-        except ImportError:  # Another version of jaxlib: lowering works, but takes longer.
-            return
+    except ImportError:  # Another version of jaxlib: lowering works, but takes longer.
+        return
