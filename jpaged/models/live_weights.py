@@ -197,8 +197,8 @@ class ModelParameters:
 
     def _make_plan(self, tensors: Sequence[TensorInfo], *, is_state: bool) -> list[_Write]:
         config, specs = self._plan.config, self._plan.unsharded_specs
-        is_quantized = any(it.dtype == FP8_FILE_DTYPE for it in tensors)
-        if config.quantization is not None and not is_quantized:
+        fp8_name = next((it.name for it in tensors if it.dtype == FP8_FILE_DTYPE), None)
+        if config.quantization is not None and fp8_name is None:
             quantization = replace(config.quantization, has_float_tensors=True)
             config = replace(config, quantization=quantization)
             # Do not replace the static scales of the activations, because `params` has no new ones.
@@ -210,8 +210,15 @@ class ModelParameters:
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
+            # A single FP8 weight makes every unquantized weight a wrong dtype, so name that weight.
+            hint = ""
+            if config.quantization is not None and fp8_name is not None:
+                hint = (
+                    f" {fp8_name} is in FP8: pass either no weight in FP8, or all weights that the "
+                    "engine's checkpoint has in FP8."
+                )
             raise ValueError(
-                f"{error} Pass all tensors of the engine's checkpoint by their names, or the "
+                f"{error}{hint} Pass all tensors of the engine's checkpoint by their names, or the "
                 "nnx.State of the engine's model."
             ) from None
         placed: dict[str, list[TensorPlacement]] = {}
