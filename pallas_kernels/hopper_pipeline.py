@@ -89,7 +89,7 @@ def pipelined_kernel(
         grid: Names and sizes of the axes of the grid.
         num_consumers: Number of consumer warpgroups.
         num_stages: Number of stages. If the loader fills a stage more than once, at least 2.
-        num_copies: Number of arrivals that fill a stage.
+        num_copies: Number of arrivals that fill a stage: one per copy, and one per gather of rows.
         scratch: Types of shared memory by name.
         name: Name of the kernel.
     """
@@ -123,7 +123,8 @@ class Pipeline:
         ring: Stages of the program.
         num_steps: Number of steps along the depth of a tile. Each step uses one stage.
         num_tiles: Number of tiles that the program computes in turn; None if it computes one tile.
-        locate: Function that takes the index of one of these tiles, and returns where the tile is.
+        locate: Function that takes the index of one of these tiles, and returns the tile's
+            location: for example its first row and column. `load_tiles` passes it to `load`.
         registers: Registers per thread of the loader and of a consumer; None if all are equal.
     """
 
@@ -165,6 +166,7 @@ class Pipeline:
 
             def load_step(step, _):
                 index, number = steps.stage_index(step), steps.number(step)
+                # Each stage is empty when the loader fills it for the first time.
                 pl.when(number >= full.shape[0])(lambda: plgpu.barrier_wait(empty.at[index]))
                 load(location, step, Stage(index, number, full.at[index]))
 
@@ -228,8 +230,9 @@ class Steps:
     def accumulate(self, operands, shape, num_sums):
         """Return the sums of the products of all steps, added by the tensor core.
 
-        A step releases the stage of the previous step, because the product of the step may still
-        run. The last stage of a program with one tile is never filled again, and not released.
+        Each step releases the stage of the previous step, and keeps its own stage: the tensor core
+        may still read it. If a program has one tile, the last stage is not released, because it is
+        never filled again.
 
         Args:
             operands: Function that takes a stage, and returns the pair of tiles to multiply for
@@ -242,14 +245,15 @@ class Steps:
             def add(step, _):
                 stage = self.stage_index(step)
                 self.wait(stage)
-                for own_sums, factors in zip(sums, operands(stage), strict=True):
-                    plgpu.wgmma(own_sums, *factors)
+                for accumulator, factors in zip(sums, operands(stage), strict=True):
+                    plgpu.wgmma(accumulator, *factors)
                 plgpu.wgmma_wait(num_sums)  # The products of the previous step are then complete.
+                # The index of the stage of step - 1. The sum is never negative, as `rem` requires.
                 previous = self.stage_index(step + (self.pipeline.ring.full.shape[0] - 1))
                 pl.when(step > 0)(lambda: self.release(previous))
 
             lax.fori_loop(0, self.count, add, None)
-            results = [own_sums[...] for own_sums in sums]
+            results = [accumulator[...] for accumulator in sums]
             if self.tile_index is not None:
                 self.release(self.stage_index(self.count - 1))
             return results
@@ -304,11 +308,11 @@ def store_row_tiles(results, out_smem, out_ref, consumer, rows, column):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         result = result.astype(out_ref.dtype)
         for chunk in range(num_chunks):
-            own_out = out_smem.at[consumer, chunk]
-            own_out[...] = result[:, chunk * width : (chunk + 1) * width]
+            chunk_smem = out_smem.at[consumer, chunk]
+            chunk_smem[...] = result[:, chunk * width : (chunk + 1) * width]
             plgpu.commit_smem()
             columns = pl.ds(column + index * TILE_COLUMNS + chunk * width, width)
-            plgpu.copy_smem_to_gmem(own_out, out_ref.at[rows, columns])
+            plgpu.copy_smem_to_gmem(chunk_smem, out_ref.at[rows, columns])
 
 
 def check_whole_tiles(sizes, tile, num_stages, reuses_stages):

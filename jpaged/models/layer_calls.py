@@ -16,7 +16,7 @@ def trace_once(function: Callable[P, T]) -> Callable[P, T]:
     A program calls the function once per layer. Without `jax.jit`, JAX would trace and lower the
     function in each call. With `jax.jit`, JAX does so once for all calls with equal arguments: the
     lowered program has one private function, which every such call refers to. XLA inlines the
-    calls, so the compiled program is the same.
+    calls, so they cost no time on the device.
 
     Args:
         function: Function at module level. Positional arguments are trees of arrays.

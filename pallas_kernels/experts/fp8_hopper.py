@@ -36,8 +36,10 @@ from pallas_kernels.gemm.fp8_hopper import (
     load_scales,
 )
 
-_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # of an array with an element for each row of a tile
-_MAX_PROMOTED_ROWS = 64  # of a tile; more products do not fit in registers next to the sums
+# Layout of an array with one element for each row of a tile.
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
+# In a tile with more rows, the products of a group do not fit in registers next to the sums.
+_MAX_PROMOTED_ROWS = 64
 
 
 def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, config: ExpertsConfig):
