@@ -24,8 +24,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
-# This value of a word means that no data has been stored in it. As float32 or bfloat16, its bits
-# are a NaN that arithmetic never produces.
+# A word with the value `EMPTY_WORD` holds no data yet. As float32 or bfloat16, the bits of
+# `EMPTY_WORD` are a NaN that arithmetic never produces.
 EMPTY_WORD = -1
 # A scalar argument of `run_inline` has this layout.
 SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
@@ -34,8 +34,8 @@ _POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
 # `_DYNAMIC_INDEX` tells LLVM's `getelementptr` that an index is an operand.
 _DYNAMIC_INDEX = -(1 << 31)
 
-# Layout of shared memory for 2-byte dtypes: tiles of 8 rows of 128 bytes, as tensor cores and the
-# copy engine need them.
+# Tensor cores and the copy engine need this layout of shared memory for 2-byte dtypes: tiles of 8
+# rows of 128 bytes.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -101,10 +101,11 @@ class Value:
     __lt__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
     __le__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sle))
     __ge__ = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
-    # `==` and `!=` compare the Python objects, so kernels compare numbers by these methods.
+    # In Python, `==` and `!=` compare the `Value` objects. To compare the numbers, kernels call
+    # `eq` and `ne`.
     eq = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))
     ne = _make_operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
-    # The operation is for float32 only, and ignores an operand that is NaN.
+    # `maximum` takes float32 numbers only. If one of them is NaN, the result is the other number.
     maximum = _make_operator(None, arith.maxnumf)
 
 
@@ -285,7 +286,7 @@ def _vector_operand(first, count):
 
 
 def _load_all(loads, instruction, tail="", extra_arguments=()):
-    """Emit all loads in one block of PTX, so that they are in flight together.
+    """Emit all loads in one block of PTX, so that all loads are in flight at the same time.
 
     Args:
         loads: The loads.
@@ -294,8 +295,8 @@ def _load_all(loads, instruction, tail="", extra_arguments=()):
         extra_arguments: Inputs of `tail`.
 
     Returns:
-        A list with the words of each load. If there are `extra_arguments`, one more item follows: a
-        list with the word that `tail` computes.
+        A list with the words of each load. With `extra_arguments`, the last item is a list with the
+        word that `tail` computes.
     """
     total = sum(word_load.count for word_load in loads)
     num_out = total + bool(extra_arguments)

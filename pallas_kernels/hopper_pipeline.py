@@ -1,7 +1,8 @@
 """The pipeline of the Hopper GEMM kernels in Pallas Mosaic GPU: a loader, a ring, and consumers.
 
-A program computes one tile of the output, or several tiles in turn. It has several consumer
-warpgroups and one loader warpgroup. They share a ring of pipeline stages in shared memory:
+A program computes one tile of the output, or several tiles in turn. It has one loader warpgroup,
+and one or more consumer warpgroups. They share a ring of pipeline stages in shared memory. The
+depth is the axis that a product sums over. A step covers a part of the depth, and uses one stage:
 
     loader      for tile in tiles of the program:
                     for step in depth:
@@ -37,14 +38,16 @@ CONSUMER_ROWS = 64
 NUM_CONSUMERS = 2
 TILE_ROWS = NUM_CONSUMERS * CONSUMER_ROWS
 TILE_COLUMNS = 128
-# The loader gives registers to two consumers: registers per thread of the loader and of a consumer.
+# Registers per thread of the loader and of a consumer, if the loader gives registers to two
+# consumers.
 MANY_ROWS_REGISTERS = 40, 232
-# A band has `_SNAKE_TILE_WIDTH` rows of tiles. Programs traverse a band column by column.
+# The rows of tiles are divided into bands of `_SNAKE_TILE_WIDTH` rows. Programs compute the tiles
+# of a band column by column.
 _SNAKE_TILE_WIDTH = 8
 
 
 class Ring(NamedTuple):
-    """The stages of a program, and the warpgroup that runs the code.
+    """The barriers of a program's stages, and the index of the warpgroup that runs the code.
 
     Attributes:
         full: Barriers on which the loader's copies arrive; one per stage.
@@ -64,7 +67,7 @@ class Stage(NamedTuple):
 
     Attributes:
         index: Index of the stage.
-        number: Number of steps that the loader has done before, in all tiles.
+        number: Number of earlier steps of the loader, in all tiles of the program.
         full: Barrier of the stage.
     """
 
@@ -83,13 +86,15 @@ def pipelined_kernel(
     """Return a kernel with a loader, a ring and consumers.
 
     Args:
-        body: Function that gets references of the inputs and of the output; the `Ring` as argument
-            `ring`; and shared memory by the names in `scratch`.
+        body: Function that every warpgroup runs. Its positional arguments are references of the
+            inputs and of the output. Its keyword arguments are the `Ring`, named `ring`, and a
+            reference for each name in `scratch`.
         out_type: Shape and dtype of the output.
         grid: Names and sizes of the axes of the grid.
         num_consumers: Number of consumer warpgroups.
-        num_stages: Number of stages. If the loader fills a stage more than once, at least 2.
-        num_copies: Number of arrivals that fill a stage: one per copy, and one per gather of rows.
+        num_stages: Number of stages; at least 2 if the loader fills a stage more than once.
+        num_copies: Number of arrivals after which a stage is full: one per copy of the copy engine,
+            and one for all rows that the loader's threads gather.
         scratch: Types of shared memory by name.
         name: Name of the kernel.
     """
@@ -123,8 +128,8 @@ class Pipeline:
         ring: Stages of the program.
         num_steps: Number of steps along the depth of a tile. Each step uses one stage.
         num_tiles: Number of tiles that the program computes in turn; None if it computes one tile.
-        locate: Function that takes the index of one of these tiles, and returns the tile's
-            location: for example its first row and column. `load_tiles` passes it to `load`.
+        locate: Function that takes the index of one of these tiles, and returns the location of the
+            tile, such as its first row and column.
         registers: Registers per thread of the loader and of a consumer; None if all are equal.
     """
 
@@ -135,7 +140,7 @@ class Pipeline:
     registers: tuple[int, int] | None = None
 
     def loader(self, body):
-        """Run `body` in the loader."""
+        """Run `body` in the loader warpgroup."""
 
         @pl.when(self.ring.warp_group == self.ring.num_consumers)
         def _run():
@@ -144,7 +149,7 @@ class Pipeline:
             body()
 
     def consumers(self, body):
-        """Run `body` in each consumer."""
+        """Run `body` in each consumer warpgroup."""
 
         @pl.when(self.ring.warp_group < self.ring.num_consumers)
         def _run():
@@ -230,15 +235,15 @@ class Steps:
     def accumulate(self, operands, shape, num_sums):
         """Return the sums of the products of all steps, added by the tensor core.
 
-        Each step releases the stage of the previous step, and keeps its own stage: the tensor core
-        may still read it. If a program has one tile, the last stage is not released, because it is
-        never filled again.
+        A step releases the previous step's stage: the tensor core may still read the current stage.
+        A program with one tile does not release its last stage, because the loader never fills it
+        again.
 
         Args:
-            operands: Function that takes a stage, and returns the pair of tiles to multiply for
-                each of the sums.
-            shape: Shape of the sums.
-            num_sums: Number of sums.
+            operands: Function that takes the index of a stage, and returns for each array of sums
+                the pair of tiles to multiply.
+            shape: Shape of one array of sums.
+            num_sums: Number of arrays of sums.
         """
 
         def add_all(*sums):
@@ -262,7 +267,8 @@ class Steps:
 
 
 def tiles_of_program(program, num_programs, num_tiles):
-    """Return the number of tiles of a program that computes every `num_programs`-th tile."""
+    """Return the number of tiles of a program that computes every `num_programs`-th tile, beginning
+    with tile `program`."""
     return lax.div(num_tiles + (num_programs - 1) - program, jnp.int32(num_programs))
 
 
@@ -278,14 +284,14 @@ def snake_tile(grid, program, num_programs, index):
 def apply_activation(sums):
     """Return silu(gate) * up if `sums` holds gate and up; if it holds one array, return that array.
 
-    The formula requires that gate is finite.
+    Gate must be finite: for -inf, the formula gives NaN instead of 0.
     """
     gate, *up = sums
     return gate * (up[0] / (1 + jnp.exp(-gate))) if up else gate
 
 
 def write_transposed(result, smem):
-    """Round the transposed sums of a consumer, and write the tile to shared memory."""
+    """Round the sums of a consumer, and write their transpose to shared memory."""
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     smem.transpose((1, 0))[...] = result.astype(smem.dtype)
     plgpu.commit_smem()
@@ -316,7 +322,7 @@ def store_row_tiles(results, out_smem, out_ref, consumer, rows, column):
 
 
 def check_whole_tiles(sizes, tile, num_stages, reuses_stages):
-    """Raise ValueError unless all sizes are multiples of the tile's, and there are enough stages.
+    """Raise ValueError unless tiles divide the GEMM evenly and there are enough stages.
 
     If stages are reused, there must be at least two: a consumer releases a stage only after the
     product of the next stage has started, so a single stage would deadlock.

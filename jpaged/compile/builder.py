@@ -149,11 +149,11 @@ class ProgramBuilder:
     def workspace(self, recipes: Iterable[Recipe], while_compiling: Callable[[], None]) -> int:
         """Return the total bytes of temporaries and newly allocated outputs of several programs.
 
-        The store keeps the result. If the store does not have it, the programs are compiled.
-        Programs that `while_compiling` adds are traced and lowered after `recipes`, and are
-        compiled only after all `recipes` are compiled. The reason for this order: XLA compiles a
-        Mosaic kernel only while the process compiles nothing else, so `recipes` would otherwise
-        wait for all added programs.
+        The store keeps the result. If the store has no result, the programs are compiled. Programs
+        that `while_compiling` adds are traced and lowered after `recipes`, and are compiled only
+        after all `recipes` are compiled. The reason for this order: XLA compiles a Mosaic kernel
+        only while the process compiles nothing else, so `recipes` would otherwise wait for all
+        added programs.
 
         Args:
             recipes: Recipes of the programs.

@@ -81,7 +81,8 @@ class Compilation:
         self._workers: CompilePool | LoweredPool
         if isinstance(plan, JaxModelPlan):
             count = choose_num_workers(config, device, has_gemm_record=has_gemm_record)
-            # A worker compiles for a single device, because a lowered program names no devices.
+            # A stored program does not name its devices, so workers compile only programs for a
+            # single device.
             can_use_workers = len(devices) == 1 and has_writable_cache() and can_start_python()
             count = count if can_use_workers else 0
             self._workers = LoweredPool(count, store, EngineSettings.read(), report)

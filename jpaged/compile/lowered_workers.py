@@ -93,10 +93,10 @@ class LoweredPool:
         self._start_lock, self._closed = threading.Lock(), False
         # Indices of the workers that have ended.
         self._ended: set[int] = set()
-        # Whether a program that calls the user's functions could not be stored. The engine's
-        # process then traces this program in another thread. Two threads must not call the user's
-        # functions at the same time, so that thread also traces every later program that calls
-        # them, and workers get no such program.
+        # Whether a program that calls the user's functions could not be stored. Another thread of
+        # the engine's process then traces this program, and every later program that calls these
+        # functions. Workers get no such program, because two threads must not call the user's
+        # functions at the same time.
         self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":
@@ -112,11 +112,7 @@ class LoweredPool:
             child.kill_and_close()
 
     def start(self, limits: RuntimeConfig) -> bool:
-        """Return False, which tells the caller that no worker runs yet.
-
-        `CompilePool.start` starts its workers here. In this class, only `iter_compiled` starts
-        workers.
-        """
+        """Start no workers, and return False. Only `iter_compiled` starts workers in this class."""
         return False
 
     def iter_compiled(

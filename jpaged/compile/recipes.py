@@ -112,7 +112,8 @@ class Recipe:
         return replace(recipe, function=function)
 
     def partitioned(self, mesh: Mesh, results: Any = REPLICATED) -> "Recipe":
-        """Return a recipe whose function takes global arrays, and which XLA partitions over a mesh.
+        """Return a recipe whose function takes global arrays. XLA partitions the program over a
+        mesh.
 
         Args:
             mesh: Mesh of the devices.
@@ -193,7 +194,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Text that differs between any two different recipes of an engine's steps."""
+        """Text that identifies the recipe: two recipes with equal keys give the same program."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
         shapes = [(leaf.shape, leaf.dtype.name, _sharding_text(leaf)) for leaf in leaves]
         options = sorted(self.options.items())
@@ -373,8 +374,11 @@ class Recipes:
         return ((step.name, key) for step in steps for key in step.keys(config, shapes))
 
     def _value_shape(self, name: str, sizes: ProgramSizes) -> Any:
-        """Return the shape of a step's input or result. Return None if the value is not in
-        `INPUT_SHAPES`. Such a value is a result that is replicated on every device."""
+        """Return the shape of a step's input or result.
+
+        Return None if `INPUT_SHAPES` does not list the value: the value is then a result that every
+        device has as a whole.
+        """
         return (
             INPUT_SHAPES[name](self._config, self._shapes, sizes) if name in INPUT_SHAPES else None
         )

@@ -156,7 +156,8 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weight_bytes),
         )
-        # Only the modules of jpaged all-reduce through peer memory.
+        # Only the built-in model families sum results through peer memory. XLA sums the results of
+        # a user's `JaxModel`.
         uses_peers = isinstance(model, ModelConfig) and not model.batch_invariant
         has_peers = uses_peers and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)

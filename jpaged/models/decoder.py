@@ -55,7 +55,7 @@ class FeedForward(nnx.Module):
 
     @property
     def input_projection(self) -> Linear:
-        """The first projection of the feed-forward: `gate_up`, or `up` without a gate."""
+        """The first projection of the feed-forward: `gate_up`, or `up` if there is no gate."""
         return cast(Linear, self.up if self.gate_up is None else self.gate_up)
 
     def __call__(
@@ -82,7 +82,7 @@ class FeedForward(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce,
         backend: Backend,
     ) -> tuple[LinearInput, Float[Array, "T D"]]:
-        """Add the update to the residual stream, and apply the norm before the feed-forward."""
+        """Add the update to the residual stream, and apply the norm ahead of the feed-forward."""
         return self.input_projection.add_norm(norm, hidden, update, backend)
 
     def intermediate(self, x: LinearInput, backend: Backend) -> Float[Array, "T F"]:
@@ -354,7 +354,7 @@ def layer_rules(
         config: Config of the model.
         layers_name: Name of the list of layers in the checkpoint.
         names: For each path of a projection or norm in `DecoderLayer`, the module's name within a
-            layer of the checkpoint. Several names for a fused projection whose parts are separate
+            layer of the checkpoint. A fused projection has several names if its parts are separate
             modules in the checkpoint.
         transposed: See `linear_rules`.
         expert_names: Names of the sparse feed-forward in a layer of the checkpoint; None if all
@@ -389,6 +389,7 @@ def norm_rules(config: ModelConfig, source: str, target: str) -> list[WeightRule
 def head_rule(config: ModelConfig) -> WeightRule:
     """Return the rule of the output head's weight.
 
-    If the head is tied to the token embedding, a copy of the weight in the checkpoint is ignored.
+    If the head is tied to the token embedding, the rule ignores the head's tensor in the
+    checkpoint.
     """
     return WeightRule("lm_head.weight", None if config.tie_word_embeddings else "lm_head.weight")

@@ -220,7 +220,7 @@ class JaxDecoder(nnx.Module):
         return {"batch_invariant": self.config.batch_invariant, "islands": islands}
 
     def _replicate(self, rows: jax.Array) -> jax.Array:
-        """Return rows of which every device has a complete copy."""
+        """Constrain rows so that every device has a complete copy, and return them."""
         return rows if self.devices is None else self.devices.replicate(rows)
 
     def target_logprobs(
@@ -362,7 +362,7 @@ class JaxParameters:
         return lambda _: leaves
 
     def _check_split(self, arrays: Any) -> None:
-        """Check that the devices split new parameters as they split the old ones."""
+        """Check that new parameters are split over the devices as the engine's parameters are."""
         if self.devices is None:
             return
         leaves = jax.tree.leaves_with_path(arrays)
@@ -395,11 +395,10 @@ def plan_jax_model(
         batch_invariant: Whether a token's bits must not depend on the other tokens of a step.
 
     Raises:
-        TypeError, ValueError: A parameter is not an array on the device or the mesh, the devices
-            do not divide the KV heads of a layer, or a function does not return what `JaxModel`
-            says. The message names the parameter, the layer or the result.
-            Or `batch_invariant` is set, and a function sums numbers without an operation of
-            `ModelStep`.
+        TypeError, ValueError: A parameter is not an array on the device or the mesh. The number of
+            devices does not divide the number of KV heads of a layer. A function does not return
+            what `JaxModel` says. With `batch_invariant`, a function sums numbers without an
+            operation of `ModelStep`. The message names the parameter, the layer or the function.
         Exception: An error of a function. A note says that jpaged was tracing the model.
     """
     mesh = find_mesh(params)
@@ -507,8 +506,8 @@ def _trace(
         islands = None if devices is None else devices.islands(params)
         return {"batch_invariant": batch_invariant, "islands": islands}
 
-    # Replace the arrays by shapes and dtypes, which have no weak types: the engine's programs are
-    # traced in this way too.
+    # Trace with shapes and dtypes instead of arrays, as the engine's programs do. Unlike arrays,
+    # they never have weak types.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:

@@ -14,9 +14,9 @@ def trace_once(function: Callable[P, T]) -> Callable[P, T]:
     """Put a function under `jax.jit`, so that the layers of a program share its trace.
 
     A program calls the function once per layer. Without `jax.jit`, JAX would trace and lower the
-    function in each call. With `jax.jit`, JAX does so once for all calls with equal arguments: the
-    lowered program has one private function, which every such call refers to. XLA inlines the
-    calls, so they cost no time on the device.
+    function in each call. With `jax.jit`, JAX does so once for all calls with the same shapes and
+    static arguments: the lowered program has one private function, and all these calls refer to it.
+    XLA inlines the calls, so they cost no time on the device.
 
     Args:
         function: Function at module level. Positional arguments are trees of arrays.

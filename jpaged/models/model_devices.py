@@ -1,4 +1,4 @@
-"""Devices of a user's model: how they split the parameters, and functions on the devices' shards.
+"""Devices of a user's model: the split of the parameters, and functions on each device's shards.
 
 XLA partitions the plain JAX code of a user's functions over the mesh of the parameters. Attention,
 fused operations and sampling run kernels, which XLA cannot partition. `Islands` runs these
@@ -24,7 +24,8 @@ class ModelDevices:
     """The mesh of a user's parameters, and the axis along which each parameter is split.
 
     Attributes:
-        mesh: Mesh with one axis of several devices. XLA partitions all arrays (`AxisType.Auto`).
+        mesh: Mesh with one axis of several devices. The axes have the type `AxisType.Auto`, so XLA
+            partitions the arrays of a traced function.
         split_axes: For each parameter, in the order of `jax.tree.leaves`, the axis along which the
             array is split; None if every device has the whole array.
     """
@@ -33,7 +34,7 @@ class ModelDevices:
     split_axes: tuple[int | None, ...]
 
     def replicate(self, array: jax.Array) -> jax.Array:
-        """Return a traced array of which every device has a complete copy."""
+        """Constrain a traced array so that every device has a complete copy, and return it."""
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, REPLICATED))
 
     def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +43,11 @@ class ModelDevices:
         return _map_shards(function, self.mesh, REPLICATED, REPLICATED)
 
     def islands(self, params: Any) -> "Islands":
-        """Return the islands of a trace in which `params` has the traced parameters."""
+        """Return the object that runs functions on the devices' shards during one trace.
+
+        Args:
+            params: The traced parameters.
+        """
         leaves = jax.tree.leaves(params)
         return Islands(self, list(zip(leaves, self.split_axes, strict=True)))
 
@@ -52,7 +57,8 @@ class Split(NamedTuple):
 
     Attributes:
         inputs: A `PartitionSpec` for each argument.
-        output: `PartitionSpec` of all results, or a tree of such.
+        output: One `PartitionSpec` for all results, or a tree with a `PartitionSpec` for each
+            result.
         sum_axis: Name of the mesh axis over which the operation sums its result; None for no sum.
     """
 
@@ -66,12 +72,13 @@ class Islands:
 
     Args:
         devices: Devices of the model.
-        weights: Pairs of a traced parameter and the axis along which it is split.
+        weights: Pairs of a traced parameter and the axis along which it is split; the axis is None
+            for a replicated parameter.
     """
 
     def __init__(self, devices: ModelDevices, weights: list[tuple[Any, int | None]]):
         self._mesh, self.axis_name = devices.mesh, split_axis(devices.mesh)
-        # The parameters are kept with their ids, so that no other array gets the same id.
+        # Keep a reference to each parameter, because Python may reuse the id of a deleted object.
         self._weights = {id(array): (array, axis) for array, axis in weights}
 
     @property
@@ -80,7 +87,8 @@ class Islands:
         return self._mesh.size
 
     def split_along(self, axis: int | None) -> PartitionSpec:
-        """Return the specification of an array that is split along `axis`; None: replicated."""
+        """Return the `PartitionSpec` of an array that is split along `axis`; None for a
+        replicated array."""
         return axis_sharding(self._mesh, axis).spec
 
     def weight_axis(self, where: str, name: str, weight: Any) -> int | None:
@@ -109,7 +117,8 @@ class Islands:
 
 
 def _map_shards(function: Callable[..., Any], mesh: Mesh, inputs: Any, output: Any) -> Any:
-    """Return a function of global arrays that calls `function` on each device with its shards."""
+    """Return a function of global arrays that calls `function` on each device with the device's
+    shards of the arrays."""
     specs: dict[str, Any] = {"in_specs": inputs, "out_specs": output}
     # JAX cannot infer that a kernel's result is equal on all devices, so set check_vma to False.
     return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
@@ -127,8 +136,9 @@ def find_mesh(params: Any) -> Mesh | None:
     """Return the mesh of the parameters; None if every array is on a single device.
 
     Raises:
-        ValueError: The mesh has several axes with several devices, or devices of other hosts. The
-            message names an array of the mesh.
+        ValueError: An array on several devices has no `NamedSharding`. Or its mesh has more than
+            one axis with several devices, or a device of another process. The message names the
+            array.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
@@ -139,7 +149,7 @@ def find_mesh(params: Any) -> Mesh | None:
 
 
 def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
-    """Return the mesh of an array that is on several devices, with `AxisType.Auto`."""
+    """Return the mesh of an array on several devices. Its axes get the type `AxisType.Auto`."""
     sharding, count = leaf.sharding, len(leaf.sharding.device_set)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise ValueError(

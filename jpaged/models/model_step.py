@@ -120,9 +120,9 @@ class ModelOps:
     With the engine's option `batch_invariant`, the bits of a row do not depend on other rows.
     Products accumulate in float32. Rows and weights must have the same dtype.
 
-    With several devices, each operation documents how a weight may be split over them. The weights
-    must be arrays of `params`, whose split is known. Rows that no weight splits are computed on
-    every device.
+    With several devices, the docstring of an operation says how its weights may be split. These
+    weights must be arrays of `params`, because the split of other arrays is unknown. If no weight
+    of an operation is split, every device computes all rows.
     """
 
     def __init__(
@@ -347,8 +347,8 @@ def _experts(
 def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, sliding_window):
     """Store keys and values of one layer, and compute attention.
 
-    All layers of the pool have the same heads. Heads of a smaller layer are padded with zeros,
-    which change no score.
+    Every layer of the pool has the same number and width of heads. If this layer has fewer or
+    narrower heads, they are padded with zeros, which do not change the scores.
 
     Returns:
         The outputs [T, N, H], and the layer's updated pool.
@@ -517,7 +517,9 @@ class ModelStep(ModelOps):
         num_experts_per_token: SupportsIndex,
         normalize: bool = False,
     ) -> Array:
-        """Return the weighted sum of the experts that each token chooses. No token is dropped.
+        """Return for each token the weighted sum of the experts that the router chooses.
+
+        No token is dropped.
 
         Each expert is a SwiGLU. The routing weights are the softmax over all experts.
 
@@ -527,7 +529,7 @@ class ModelStep(ModelOps):
             gate_up: Gate and up projection of each expert [E, D, 2, F].
             down: Down projection of each expert [E, F, D]. If the weights are split over devices,
                 `gate_up` and `down` must both be split along F, and the devices' rows are summed.
-            num_experts_per_token: Number of experts that each token chooses.
+            num_experts_per_token: Number of experts that the router chooses for each token.
             normalize: Whether the weights of a token's experts are divided by their sum.
 
         Returns:
@@ -601,7 +603,8 @@ class ModelStep(ModelOps):
     def _attention_options(
         self, name: str, index: int, window: Any, scale: Any, soft_cap: Any
     ) -> dict[str, Any]:
-        """Return the options of the attention ops."""
+        """Check `window`, `scale` and `soft_cap`, and return them as keywords of the attention
+        ops."""
         where = f"{name} for layer {index}"
         default_scale = 1 / math.sqrt(self._layers[index].head_size)
         return {
@@ -687,8 +690,8 @@ class ModelStep(ModelOps):
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
         if (islands := self._islands) is None:
             return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
-        # A device needs queries, keys and values, so split each of them over the devices. Sum the
-        # partials first, so that the devices exchange less.
+        # Each device needs the queries, keys and values of its heads, so split each of the three
+        # arrays. `split_heads` sums the partials first, so that the devices exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
         split, mode["heads"] = _attention_split(islands, 2), _shard_heads(islands, mode["heads"])
         function = partial(_rope_attend_heads, **mode, **options)
@@ -698,8 +701,8 @@ class ModelStep(ModelOps):
 def _attention_split(islands: Islands, num_complete: int) -> Split:
     """Return how devices split attention.
 
-    Its arguments are queries, keys and values [T, heads, H], then `num_complete` arguments that
-    every device needs as a whole, the layer's pool, and the inputs of the step.
+    The arguments of attention are queries, keys and values [T, heads, H], then `num_complete`
+    arguments that every device needs as a whole, the layer's pool, and the `AttentionInputs`.
     """
     of_heads, of_pool = islands.split_along(1), islands.split_along(2)
     complete = (REPLICATED,) * num_complete
@@ -708,7 +711,7 @@ def _attention_split(islands: Islands, num_complete: int) -> Split:
 
 
 def _shard_heads(islands: Islands, heads: LayerHeads) -> LayerHeads:
-    """Return the KV heads of one device."""
+    """Return the number and width of the KV heads that one device has."""
     return heads._replace(num_kv_heads=heads.num_kv_heads // islands.num_devices)
 
 
@@ -748,7 +751,7 @@ def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None
 
 
 def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
-    """Return an option as a Python number; None if it is None. Refuse traced values."""
+    """Return an option as a Python number, or None if the option is None. Refuse traced values."""
     if value is None:
         return None
     if isinstance(value, Tracer):
@@ -789,8 +792,8 @@ class TracedOps(ModelOps):
         shapes = tuple((it.shape, it.dtype) for it in leaves)
         key = name, tree, shapes, split, tuple(sorted(options.items()))
         if key not in self._outputs:
-            # Mosaic GPU keeps traced references of its kernels (JAX 0.11.2), which a check for
-            # leaks would report as arrays that the user's function keeps.
+            # In JAX 0.11.2, Mosaic GPU keeps traced references of its kernels. The check for leaked
+            # tracers would report them as arrays that the user's function keeps.
             with jax.check_tracer_leaks(False):
                 outputs = jax.eval_shape(lambda *it: run(name, function, *it, **options), *arrays)
             self._outputs[key] = outputs

@@ -1,4 +1,5 @@
-"""Check a user's functions for sums that depend on the batch, and compute digests of them."""
+"""Check a user's functions for sums that depend on the batch, and compute digests of the
+functions."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,8 @@ def check_batch_invariance(name: str, traced: Any) -> None:
         traced: Trace of the function (`jax.core.ClosedJaxpr`), with `TracedStep` or `TracedOps`.
 
     Raises:
-        ValueError: The function has another sum. The message names the primitive and its line.
+        ValueError: The function computes a sum in another way. The message names the primitive and
+        its line.
     """
     exact = set(_EXACT.split())
     for equation, callers in _equations(traced.jaxpr):
@@ -69,9 +71,10 @@ def check_batch_invariance(name: str, traced: Any) -> None:
 
 
 def _equations(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield all equations of a jaxpr, each with the equations that contain it, innermost first.
+    """Yield pairs: an equation of a jaxpr, and the equations that contain it, innermost first.
 
-    For an equation that contains a jaxpr, such as a jit call, yield only the equations inside.
+    An equation that contains a jaxpr, such as a jit call, is not yielded, but the equations inside
+    are.
     """
     containers = _CONTAINERS.split()
     for equation in jaxpr.eqns:
@@ -92,10 +95,10 @@ def _has_floats(equation: Any) -> bool:
 
 
 def _user_line(*equations: Any) -> str:
-    """Return the line of the user's code that called the first equation, as text.
+    """Return a text with the line of the user's code that called the first of `equations`.
 
-    If JAX knows no line of user code for an equation, use the next equation. This happens if JAX
-    reuses the trace of one of its own functions.
+    If JAX knows no such line for an equation, look at the next equation. This happens if JAX reuses
+    the trace of one of its own functions.
     """
     libraries = Path(jax.__file__).parent, Path(__file__).parents[1]
     for equation in equations:

@@ -1,11 +1,10 @@
 """Tensor parallelism: the sharding of a model over devices (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each device of the mesh holds a shard of the attention heads, of the feed-forward width and of the
-rows of the token tables. Each device holds a shard of the width of
-every expert or, with `enable_expert_parallel`, some whole experts.
-Norms, routers and position tables are replicated. Every device runs the same step on its shards,
-whose sizes `ModelConfig.shard` returns. After every projection back to the residual stream, an
-all-reduce sums the devices' results.
+rows of the token tables. It also holds a shard of the width of every expert or, with
+`enable_expert_parallel`, some whole experts. Norms, routers and position tables are replicated.
+Every device runs the same step on its shards, whose sizes `ModelConfig.shard` returns. After every
+projection back to the residual stream, an all-reduce sums the devices' results.
 
 A global array is the concatenation of the devices' shards along one axis, in the order of the mesh.
 """

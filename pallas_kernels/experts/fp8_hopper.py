@@ -9,10 +9,11 @@ stage covers a group of 128 of the depth (128 bytes):
             for stage in depth: sums += weight tile @ (rows of x).T    times the group's scales
             out rows = activation(sums).T, stored through shared memory
 
-If each row and each output has one scale, both scales multiply the final sums. The products of each
-group are added in float32 outside the tensor core, as in the few-rows kernel of
-`gemm/fp8_hopper.py`. Tiles of 128 rows without scales of groups are the exception: the tensor core
-adds their products, as in the many-rows kernel, because products and sums do not fit in registers.
+If each row and each output has one scale, both scales multiply the final sums. Otherwise each group
+has different scales. In most cases, the kernel adds the products of each group in float32 outside
+the tensor core, as in the few-rows kernel of `gemm/fp8_hopper.py`. The exception is a tile with
+more than 64 rows whose groups have no scales. The tensor core adds the products of this tile,
+because the registers cannot hold both products and sums.
 
 A tile begins at any row, and a gated tile has rows of any tokens. So each thread loads the scales
 of its rows one by one.
@@ -36,9 +37,10 @@ from pallas_kernels.gemm.fp8_hopper import (
     load_scales,
 )
 
-# Layout of an array with one element for each row of a tile.
+# Layout of an array that has one element for each row of a tile.
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
-# In a tile with more rows, the products of a group do not fit in registers next to the sums.
+# Without scales of groups, the tensor core adds the products of all groups in tiles with more rows
+# than this, because the registers cannot hold both products and sums.
 _MAX_PROMOTED_ROWS = 64
 
 
@@ -71,9 +73,10 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
     (num_blocks, block_outputs), tile_rows = weight_smem.shape[1:3], items.config.tile_rows
     width, is_grouped = items.out_ref.shape[1], len(x_scale_ref.shape) == 2
     num_steps, num_factors = weight_ref.shape[1] // GROUP_DEPTH, 1 + items.is_gated
-    # The blocks of a gated tile are the same outputs of gate and up, or neighbouring outputs.
+    # In a gated GEMM, the blocks of a tile are the same outputs of gate and of up. Otherwise the
+    # blocks are neighbouring outputs.
     blocks = [(b, 0) if items.is_gated else (0, b * block_outputs) for b in range(num_blocks)]
-    # The sums of two consumers need some of the loader's registers.
+    # With two consumers, the loader gives some of its registers to the consumers, for their sums.
     pipeline = items.pipeline(num_steps, moves_registers=items.config.num_consumers > 1)
 
     def load(item, step, stage):
@@ -120,7 +123,8 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
                 sums = accumulate_promoted(steps, 1, operands, shape, None)
             else:
                 sums = steps.accumulate(operands, shape, num_blocks)
-            # The row indices of a large tile would not fit in registers next to the accumulators.
+            # Compute the row indices only here, because the registers cannot hold both the row
+            # indices of a large tile and the accumulators.
             row_scales = _gather_scales(x_scale_ref, _rows_of_x(items, item), jnp.int32(0))
             output_scales = []
             for factor, first in firsts:
@@ -143,7 +147,7 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
 
 
 def _rows_of_x(items, item):
-    """Return the row of x of each row of an item's tile; 0 past the last row of the tile."""
+    """Return the index in x of each row of an item's tile; 0 for rows past the end of the tile."""
     shape = (items.config.tile_rows,)
     index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_ROW_LAYOUT)
     if not items.is_gated:
@@ -159,7 +163,7 @@ def _rows_of_x(items, item):
 
 
 def _gather_scales(x_scale_ref, x_rows, group):
-    """Return the scales of rows of x in the layout of the second axis of the sums.
+    """Return the scales of rows of x, in a layout that can be broadcast along axis 1 of the sums.
 
     Args:
         x_scale_ref: Scales of rows, or of groups and rows.

@@ -101,7 +101,8 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
     sizes, tile = (tile_rows, depth, width), (8, stage_depth, tile_columns)
     pipelines.check_whole_tiles(sizes, tile, num_stages, True)
     num_rows = order.shape[0] if is_gated else x.shape[0]
-    # The output has at least one whole tile, because a copy must not be larger than its array.
+    # Allocate at least one whole tile for the output, because a copy must not be larger than its
+    # array.
     num_padded_rows = max(tile_rows, num_rows)
     if not is_gated and num_rows < tile_rows:
         x = jnp.pad(x, ((0, tile_rows - num_rows), (0, 0)))
@@ -136,7 +137,8 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
         num_copies=math.prod(weight_tiles[:-2]) + 1,
         scratch={
             # `x_smem` has two views of the same memory. The tensor core reads swizzled tiles of 8
-            # rows. The loader writes bytes (gated) or rows.
+            # rows. The loader writes single 16-byte chunks in the gated GEMM, and whole rows in the
+            # down GEMM.
             "x_smem": plgpu.RefUnion(
                 ops.swizzled_smem(x_shape, x.dtype),
                 plgpu.SMEM(x_shape, x.dtype) if is_gated else _row_smem(x_shape, x.dtype),
@@ -154,7 +156,7 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
 def _kernel(items, weight_ref, *, weight_smem):
     (num_blocks, num_consumers), depth = weight_smem.shape[1:3], items.x_ref.shape[1]
     tile_rows, consumer = items.config.tile_rows, items.ring.warp_group
-    # The two blocks of a gated consumer are columns of gate and the same columns of up.
+    # In a gated GEMM, the two blocks of a consumer are the same columns of gate and of up.
     block_stride = items.out_ref.shape[1] if items.is_gated else num_consumers * TILE
     # The loader gives registers to the consumers only if there are two consumers. With one
     # consumer, each thread already has the maximum of 255 registers.
@@ -245,8 +247,8 @@ class ProgramItems:
     def _gathers_ahead(self) -> int:
         """Number of stages whose gathers may be pending when the loader fills a stage.
 
-        A consumer releases a stage only after the next stage is filled, so it is at most the number
-        of stages minus 2.
+        The number is at most `num_stages` - 2, because a consumer releases a stage only after the
+        next stage is filled.
         """
         return self.config.num_stages - 2
 
@@ -333,7 +335,7 @@ def _tile_smem(shape, dtype):
 
 
 def _row_smem(shape, dtype):
-    """Return a type for the memory of `_tile_smem` from which single rows can be copied.
+    """Return a second type for the memory of `_tile_smem`, with which single rows can be copied.
 
     The shape is [count, chunks * rows, columns of a chunk]; a row of this type has 128 bytes.
     """

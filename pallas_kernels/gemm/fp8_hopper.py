@@ -51,7 +51,7 @@ from pallas_kernels.gemm.tuning import (
 from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-# `GROUP_DEPTH` columns of x share a scale. They have 128 bytes, the widest swizzle.
+# `GROUP_DEPTH` columns of x share a scale. A group of a row has 128 bytes, the widest swizzle.
 GROUP_DEPTH = FP8_GROUP_SIZE
 # A consumer warpgroup of the few-rows kernel computes `CONSUMER_OUTPUTS` outputs.
 CONSUMER_OUTPUTS = 64
@@ -297,7 +297,7 @@ def _many_rows_kernel(
 ):
     program, (num_rows, depth), width = lax.axis_index("program"), x_ref.shape, out_ref.shape[1]
     num_factors, num_steps = weight_smem.shape[1], depth // GROUP_DEPTH
-    # In a gated weight, the rows of gate and the rows of up are `width` apart.
+    # In a gated weight, row i of up is row `width` + i of the weight.
     factor_stride, shape = width if gated else TILE_COLUMNS, (CONSUMER_ROWS, TILE_COLUMNS)
     tile_width = TILE_COLUMNS if gated else TILE_COLUMNS * num_factors
     grid = num_rows // TILE_ROWS, width // tile_width

@@ -38,9 +38,9 @@ from pallas_kernels import hopper_pipeline as pipelines
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_COLUMNS, TILE_ROWS
 
-# `TILE` is the depth of a pipeline stage, the number of columns per store, and the number of
-# columns per consumer of the few-rows kernel. 64 numbers of 2 bytes fill the widest swizzle, 128
-# bytes.
+# `TILE` is the depth of a pipeline stage and the number of columns per store. In the few-rows
+# kernel, it is also the number of columns per consumer. The widest swizzle has 128 bytes, which are
+# 64 numbers of 2 bytes.
 TILE = 64
 NUM_FACTORS = 2  # A tile of the many-rows kernel has `NUM_FACTORS` blocks of columns.
 
@@ -176,8 +176,8 @@ def _many_rows_kernel(
     x_ref, weight_ref, out_ref, *, ring, x_smem, weight_smem, out_smem, num_programs, gated
 ):
     program, (num_rows, depth), width = lax.axis_index("program"), x_ref.shape, out_ref.shape[1]
-    # A tile reads two blocks of weight columns. In a gated GEMM, they are the same columns of gate
-    # and of up. Otherwise they are neighbouring columns of the weight.
+    # A tile reads two blocks of weight columns. In a gated GEMM, the blocks are the same columns of
+    # gate and of up. Otherwise the blocks are neighbouring columns of the weight.
     tile_columns = TILE_COLUMNS * (1 if gated else NUM_FACTORS)
     factor_distance = width if gated else TILE_COLUMNS
     grid = num_rows // TILE_ROWS, width // tile_columns
