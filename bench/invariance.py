@@ -124,8 +124,12 @@ def compare_scores(
 def measure(
     shape: str, num_pairs: int, max_len: int, count: int, modes: Sequence[str]
 ) -> Iterator[dict]:
-    """Yield one row per mode and engine composition, with the numbers of pairs and of unequal
-    pairs."""
+    """Compare each request alone with the same request in a batch, for each mode and composition.
+
+    Yields:
+        A row of results per mode of `MODES` and per composition of `COMPOSITIONS` (engine options).
+            It counts the compared pairs and the pairs with unequal bits (see the module docstring).
+    """
     common = {
         "max_num_seqs": 256,
         "max_model_len": max_len,

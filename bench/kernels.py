@@ -347,9 +347,9 @@ def measure_fp8(product, backend, repeats):
 
 
 def measure_paging(backend, repeats):
-    """Return a row that compares `PAGING_CASE` with scattered blocks and with contiguous blocks.
+    """Time `PAGING_CASE` with blocks in random order and with contiguous blocks, and compare them.
 
-    The value of the row is the additional time in percent.
+    The value of the returned row says by how many percent the random order is slower.
     """
     op = attention(PAGING_CASE, backend)
     paged, contiguous = (

@@ -24,7 +24,13 @@ _LEAD = 0.1
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server to load: its URL up to `/v1`, the model name (None to omit it) and an API key."""
+    """The server that receives the requests.
+
+    Attributes:
+        url: URL of the server, up to and including `/v1`.
+        model: Model name in the requests; None to omit it.
+        api_key: API key of the requests; None to send no key.
+    """
 
     url: str
     model: str | None = None

@@ -33,7 +33,7 @@ class Answered(NamedTuple):
 
 
 def answer(engine: Engine, num_requests: int, seed: int) -> Answered:
-    """Serve `num_requests` requests once, and return the times."""
+    """Serve `num_requests` requests once. Return the total time and the CPU time per step."""
     prompts = random_prompts([PROMPT_LEN] * num_requests, engine.vocab_size, seed)
     steps, host = engine.stats().num_steps, time.thread_time()
     seconds = timed(engine, prompts, OUTPUT_LEN)

@@ -52,10 +52,10 @@ def shapes_of(case: Case) -> Any:
 
 
 def num_calls(case: Case) -> int:
-    """Return how often a timed program calls the case.
+    """Return the number of calls of `case.run` in a program that is timed.
 
-    Each call has a different state. The number is so large that all states together exceed the
-    device's cache, and that all calls together take longer than the launch of the program.
+    Each call reads and writes different arrays. There are enough calls that these arrays exceed the
+    device's cache, and that the calls take longer than the launch of the program.
     """
     leaves = jax.tree.leaves(shapes_of(case))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

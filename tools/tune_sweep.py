@@ -5,6 +5,9 @@
     check     each program against the reference, on small inputs
     time      case by case, the heuristic first and last
 
+A candidate is a set of launch parameters to try. The heuristic is the function of a
+kernel that computes its default launch parameters.
+
 Programs with equal text are compiled and timed once. Candidates have equal programs if they do not
 change the launch parameters of a case, or if the kernel does not use the changed ones. A candidate
 is left out if an earlier candidate or the heuristic has the same programs.
@@ -39,7 +42,7 @@ Clock = Callable[[Callable, Inputs], float]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of sweeping a candidate.
+    """Result of checking and timing one candidate.
 
     Attributes:
         override: The fields that the candidate replaces.
@@ -91,7 +94,7 @@ def sweep(
         An outcome for each candidate, without candidates that have the same programs as others.
 
     Raises:
-        RuntimeError: the programs of the heuristic fail.
+        RuntimeError: the kernel fails with the default launch parameters.
     """
     work = Sweep(op, tried, backend, clock)
     for phase in (work.lower, work.compile, work.check, work.time):
@@ -99,7 +102,9 @@ def sweep(
         phase()
         print(f"{op.name}: {phase.__name__} {time.perf_counter() - start:.1f} s", flush=True)
         if why := work.fault(work.heuristic):
-            raise RuntimeError(f"{op.name}: the programs of the heuristic fail: {why}")
+            raise RuntimeError(
+                f"{op.name}: the kernel fails with the default launch parameters: {why}"
+            )
         if not work.candidates:
             break
     return work.outcomes()

@@ -51,7 +51,7 @@ class BuddyAllocator:
 
     @property
     def longest(self) -> int:
-        """Number of blocks of the longest range in an empty pool."""
+        """Number of blocks in the longest range of consecutive blocks, if all blocks are free."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -264,7 +264,10 @@ class RequestLevel(OrcaMax):
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether requests may still join the batch and a range is free for this request."""
+        """Return whether the request may join the batch, or has already joined it.
+
+        It may join while the batch accepts requests and `max_model_len` contiguous slots are free.
+        """
         if first.seq_id in self.reservations:
             return True
         is_closed = bool(self.reservations) and all(map(_has_begun, self.reservations.values()))

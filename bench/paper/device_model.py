@@ -201,7 +201,7 @@ class DeviceModel:
         return block_size * self.shape.kv_bytes
 
     def step_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
-        """Return the seconds of a step in a run of similar steps, including the launch."""
+        """Return the seconds of a step: `busy_seconds` plus the time to launch the step."""
         return self.busy_seconds(work, block_size) + self.coefficients.step
 
     def kv_seconds(self, work: StepWork) -> float:

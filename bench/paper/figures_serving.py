@@ -265,7 +265,10 @@ def _rates(
 
 
 def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings: Settings) -> str:
-    """Return a note that says by how much short traces may overestimate the rates of a panel."""
+    """Return a note for the figure about the error that short traces cause.
+
+    The note says, for each panel, by how many percent its sustained rates may be too high.
+    """
     excess = {}
     for panel in panels:
         case = panel.cases["ours"]

@@ -18,9 +18,10 @@ from pallas_kernels import Backend, LayerKV, paged_prefill_attention, select_bac
 
 
 def rungs() -> tuple[SimpleNamespace, ...]:
-    """Return a rung with jpaged's kernel on this device.
+    """Return versions of attention that run jpaged's kernel, in the form that `main` expects.
 
-    Without a GPU, also return a rung with the interpreted Triton kernel.
+    The first uses the backend for this device. Without a GPU, the second runs the Triton kernel in
+    the interpreter.
     """
     backend = select_backend(jax.default_backend())
     others = () if backend is Backend.TRITON else (Backend.INTERPRET,)
@@ -28,7 +29,7 @@ def rungs() -> tuple[SimpleNamespace, ...]:
 
 
 def rung_of(backend: Backend) -> SimpleNamespace:
-    """Return a rung that runs `paged_prefill_attention` on a backend."""
+    """Return a version of attention (rung) that runs `paged_prefill_attention` with `backend`."""
 
     @jax.jit
     def attend(q, k_pool, v_pool, block_tables, query_start_loc, seq_lens):

@@ -47,7 +47,7 @@ def first_pass(largest, q, k_pool, block, index):
 
 @jax.jit
 def second_pass(total, out, largest, q, k_pool, v_pool, block, index):
-    """Add the keys of a block to the sums of softmax weights and of weighted values."""
+    """Add one block's softmax weights to `total`, and its weighted values to `out`."""
     weights = jnp.exp(scores_of_block(q, k_pool[block], index) - largest[..., None])
     return total + weights.sum(axis=-1), out + jnp.einsum("qns,snh->qnh", weights, v_pool[block])
 

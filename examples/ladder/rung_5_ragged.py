@@ -44,7 +44,7 @@ def attend(q, k_pool, v_pool, block_tables, tiles):
 
 
 def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
-    """Compute the attention of one tile and head: the loop of rung 3, in registers."""
+    """Compute attention for one tile and head with the online softmax of rung 3, in registers."""
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)

@@ -100,7 +100,7 @@ class SpeculativeDevice(FakeDevice):
     def _join(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
         if sequence.seq_id not in self.tables:
-            assert row.start < len(sequence.token_ids), "nothing is left to compute"
+            assert row.start < len(sequence.token_ids), "the row has no known token to compute"
             self.tables[sequence.seq_id] = []
         table = self.tables[sequence.seq_id]
         for index, block_id in row.block_updates:
@@ -108,7 +108,7 @@ class SpeculativeDevice(FakeDevice):
             table[index : index + 1] = [block_id]
         held = sequence.block_table
         assert table[: len(held)] == held, "the device's block table is out of date"
-        del table[len(held) :]  # the scheduler has freed these last blocks
+        del table[len(held) :]  # the scheduler has freed the last blocks of the table
         assert len(table) >= -(-(row.start + row.num_scheduled_tokens) // self.block_size)
         assert self.limits[sequence.seq_id] <= len(table) * self.block_size
         if sequence.request.beam is not None or row.start < len(sequence.token_ids):

@@ -137,7 +137,7 @@ def test_step_with_a_small_token_budget_computes_only_some_samples_of_a_request(
     driver.run()
 
 
-def test_scheduler_plans_the_next_step_of_samples_before_it_reads_the_previous_one():
+def test_next_step_of_a_request_with_samples_is_planned_before_the_previous_step_is_read():
     driver = driver_of(make_request("1", 6, max_tokens=3, seq_id=10, n=2), lag=1, block_size=4)
     plans = [driver.step() for _ in range(4)]
     assert [shape(plan) for plan in plans] == [

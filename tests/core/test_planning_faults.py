@@ -61,7 +61,7 @@ class FaultyWork(Work):
         self.driver.step()
 
 
-def test_random_faults_while_planning_a_step_end_only_the_affected_requests():
+def test_random_errors_while_scheduling_end_only_the_requests_that_caused_them():
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         try:
@@ -93,7 +93,7 @@ def test_planning_fault_of_one_request_leaves_the_others_running():
     assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
 
 
-def test_planning_a_step_raises_if_a_fault_leaves_inconsistent_state():
+def test_scheduling_a_step_raises_if_an_error_leaves_inconsistent_state():
     scheduler = make_scheduler(num_blocks=33)
     scheduler.add(make_request("1", 5))
 

@@ -176,7 +176,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     assert driver.requests["2"].sequences[0].num_cached_tokens == 0
 
 
-def test_reading_a_step_raises_if_a_fault_leaves_inconsistent_state():
+def test_reading_step_results_raises_if_an_error_leaves_inconsistent_state():
     driver = Driver(make_scheduler(num_blocks=33))
     driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
 

@@ -42,14 +42,15 @@ def test_request_computes_only_tokens_after_its_cached_prefix(num_tokens: int):
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (17 + num_tokens, 8)
 
 
-def test_cached_blocks_that_are_free_count_as_needed_blocks():
+def test_reusing_an_unused_cached_block_takes_it_from_the_free_blocks():
     driver = make_driver(num_blocks=5)
     driver.add(make_request("1", PROMPT, max_tokens=1))
     driver.run()
     driver.add(make_request("2", [0], max_tokens=2))
     driver.step()
-    # Request 3 must wait. It needs all three free blocks, two of which are cached, and one block
-    # must stay free for running requests.
+    # Request 3 must wait. It needs three blocks: two blocks with its cached prefix, and a new one.
+    # The cached blocks have no user and count as free, so three blocks are free. The request would
+    # take all of them, but one block must stay free for request 2, which is running.
     driver.add(make_request("3", PROMPT, max_tokens=1))
     assert rows(driver.step()) == [(2, 1, 1)]
     assert rows(driver.step()) == [(3, 8, 1)]

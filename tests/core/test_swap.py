@@ -34,7 +34,7 @@ def test_sequence_is_swapped_out_and_in():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_swap_in_waits_until_steps_in_flight_are_read(lag: int):
+def test_request_is_swapped_in_only_after_the_host_has_read_all_its_steps(lag: int):
     driver = swapped_out(lag)
     (sequence,) = samples(driver, "2")
     computed = sequence.num_computed_tokens

@@ -171,7 +171,9 @@ def test_multi_step_decode_gives_the_same_logprobs_and_penalized_tokens_as_singl
             check_same_logprobs(mine, its)
 
 
-def test_beam_search_and_sampled_logprobs_run_in_single_steps(engine: Engine, launched: list[int]):
+def test_beam_search_and_sampling_with_logprobs_do_not_use_multi_step_decode(
+    engine: Engine, launched: list[int]
+):
     for kind in (SamplingParams(max_tokens=9, beam_width=2), SamplingParams(logprobs=1)):
         engine.generate(PROMPT, kind)
     assert set(launched) == {1}

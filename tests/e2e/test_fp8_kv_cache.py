@@ -54,7 +54,7 @@ def test_embedded_model_answers_correctly_with_an_fp8_kv_cache(engines: Engines,
         pytest.param("swap", "synchronous", marks=pytest.mark.soak),
     ],
 )
-def test_block_sharing_and_preemption_change_no_token_of_an_fp8_cache(
+def test_sharing_blocks_and_preemption_do_not_change_tokens_with_an_fp8_kv_cache(
     engines: Engines, folder_of_8_heads: Path, mode: str, loop: str
 ):
     roomy = engines(folder_of_8_heads, num_blocks=400, **SHAPE, enable_prefix_caching=False)

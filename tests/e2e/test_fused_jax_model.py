@@ -328,7 +328,7 @@ SUMS: dict[str, tuple[JaxModel, str]] = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_batch_invariant_engine_refuses_sums_that_no_fused_operation_computes(name: str):
+def test_batch_invariant_engine_refuses_models_that_sum_with_plain_jax_operations(name: str):
     model, message = SUMS[name]
     with pytest.raises(ValueError, match=message):
         make_engine(model, fused_params(), batch_invariant=True)

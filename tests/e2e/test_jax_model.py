@@ -329,7 +329,7 @@ def test_engine_uses_the_arrays_of_a_one_device_mesh_without_a_copy(expected: li
     params = jax.device_put(jax.tree.map(jnp.copy, tiny_params()), sharding)
     engine = make_engine(params=params)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    params["embed"].delete()  # JAX deletes a donated array in the same way
+    params["embed"].delete()  # has the same effect as donating the array to a jitted function
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         engine.generate(PROMPTS, GREEDY)
 
@@ -442,7 +442,7 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     engine = make_engine(params=params)
     engine.generate(PROMPTS[:1], GREEDY)
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # JAX deletes a donated array in the same way
+        leaf.delete()  # has the same effect as donating the array to a jitted function
     engine.update_weights(tiny_params())
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 

@@ -203,8 +203,8 @@ def test_each_kind_of_request_gets_the_answers_of_one_device(example: str, loop:
     "placed", ["whole weights", "split experts", "split vocabulary and inputs"]
 )
 def test_each_supported_split_of_a_weight_gives_the_same_tokens(placed: str):
-    """The layers have different heads, so the heads of one layer are padded. The second layer has
-    experts."""
+    """The second layer has experts, and heads of 16 elements. The first layer has heads of 8
+    elements. The engine pads them to 16, because all layers of its KV cache have one head size."""
 
     def split(path: str) -> int | None:
         if placed == "split experts":

@@ -301,7 +301,7 @@ def test_requests_continue_after_their_weights_were_donated_and_updated(loop: st
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     outputs = [output for _ in range(4) for output in engine.step()]
-    params["out"].delete()  # JAX deletes a donated array in the same way
+    params["out"].delete()  # has the same effect as donating the array to a jitted function
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):

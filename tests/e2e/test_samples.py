@@ -14,7 +14,7 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
-STORY = list(range(20, 120))  # the 100 tokens fill six blocks and a part of a seventh
+STORY = list(range(20, 120))  # 100 tokens: six full blocks of 16, and 4 tokens in the next
 # At a low temperature all samples would be equal, because one token is far more likely than others.
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 

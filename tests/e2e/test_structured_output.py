@@ -106,7 +106,7 @@ def test_answers_match_their_structured_output_spec(engine: Engine, spec: str):
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_other_requests_in_the_batch_change_no_answer_with_a_grammar(
+def test_structured_outputs_do_not_depend_on_other_requests_in_the_batch(
     engines: Engines, shallow_folder: Path, loop: str
 ):
     engine = engines(shallow_folder, **LOOPS[loop])
@@ -202,7 +202,7 @@ def test_sampling_parameters_choose_among_allowed_tokens(engine: Engine):
         assert generate_text(engine, params) == expected
 
 
-def test_parameters_that_forbid_all_tokens_of_the_grammar_end_only_that_request(engine: Engine):
+def test_excluding_every_token_that_the_grammar_allows_fails_only_that_request(engine: Engine):
     params = SamplingParams(structured_outputs=YES_OR_NO, allowed_token_ids=[5])
     victim = engine.add_request(QUESTION, params)
     other = engine.add_request(QUESTION, GREEDY)

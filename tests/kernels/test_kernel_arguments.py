@@ -207,7 +207,7 @@ def test_gated_gemm_refuses_a_weight_that_does_not_fit_the_rows():
         gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
-def test_copy_blocks_refuses_different_layers_and_unpaired_blocks():
+def test_copy_blocks_refuses_unequal_layers_and_unequal_numbers_of_sources_and_targets():
     with pytest.raises(ValueError, match="no layers"):
         kv_cache.check_copy((), _ints(1), _ints(1))
     with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
@@ -218,7 +218,7 @@ def test_copy_blocks_refuses_different_layers_and_unpaired_blocks():
         kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
-def test_decode_attention_refuses_a_negative_scale_and_scales_without_float8():
+def test_decode_attention_refuses_a_negative_scale_and_kv_scales_of_a_float32_pool():
     arguments, ones = (jnp.zeros((3, 4, 64), F32), _pool(), _ints(3, 5), _ints(3)), jnp.ones(1, F32)
     run = partial(paged_decode_attention, *arguments, backend=Backend.XLA)
     with pytest.raises(ValueError, match="scale is -1"):

@@ -246,7 +246,7 @@ def test_tiles_cover_each_row_of_each_expert_once(counts, tile_rows):
 @pytest.mark.parametrize(("depth", "width"), [(2048, 768), (192, 2048), (64, 64), (14336, 4096)])
 @pytest.mark.parametrize("num_factors", [2, 1])
 @pytest.mark.parametrize("grouped", [None, False, True])
-def test_launch_parameters_of_experts_fit_shared_memory_and_the_width(
+def test_expert_gemm_tiles_divide_the_weight_evenly_and_fit_shared_memory(
     depth, width, num_factors, grouped
 ):
     """Test 2-byte dtypes (`grouped` is None), and FP8 with scales of rows or of groups."""

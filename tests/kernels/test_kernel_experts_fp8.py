@@ -164,7 +164,7 @@ WRONG_SCALES = {
 
 
 @pytest.mark.parametrize("kind", ["channel", pytest.param("block", marks=pytest.mark.full)])
-def test_fp8_arguments_of_experts_that_do_not_fit_are_refused(kind: str):
+def test_fp8_expert_gemms_refuse_arguments_of_wrong_shape_or_dtype(kind: str):
     wrong_rows, wrong_scale = WRONG_SCALES[kind]
     routing, width, inner, grouped = make_routing(3), 160, 144, kind == "block"
     x, x_scale, _ = make_rows(kind, 3, width)

@@ -28,9 +28,10 @@ SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32,
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
-# The default tier tests only these shapes in interpret mode. They include slots of one element, of
-# one chunk and of several chunks, and sizes that are not powers of two. The XLA code does not
-# depend on the shape, so fewer shapes (`BY_XLA`) test it.
+# The default tier tests only these shapes in interpret mode. They include slots of one element, and
+# sizes that are not powers of two. A program copies one chunk (see `MoveConfig`). Some blocks are
+# one chunk, and other blocks are several chunks. The XLA code does not depend on the shape, so
+# fewer shapes (`BY_XLA`) test it.
 INTERPRETED = [SHAPES[i] for i in (0, 1, 4, 11, 12)]
 BY_XLA = [SHAPES[i] for i in (0, 1, 2)]
 

@@ -127,9 +127,10 @@ def test_rope_write_kv_without_rotation_matches_reference(shape, backend):
         np.testing.assert_array_equal(np.asarray(pool.v, np.float64), stored[1])
 
 
-def test_rope_write_kv_rounds_rows_to_a_narrower_dtype(backend):
-    """In one case the pool's dtype is narrower than the dtype of the queries, in the other it is
-    wider."""
+def test_rope_write_kv_rounds_keys_and_values_to_the_narrower_of_input_and_pool_dtype(backend):
+    """In the first case, the queries, keys and values are float32 and the pool is bfloat16. In the
+    second case, they are bfloat16 and the pool is float32: the keys and values are rounded to
+    bfloat16 before they are stored."""
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
     q, exact = run(*arrays)

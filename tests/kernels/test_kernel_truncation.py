@@ -216,7 +216,7 @@ def test_truncation_program_contains_no_sort():
         ({"min_p": jnp.zeros(B, jnp.int32)}, TypeError, "min_p has dtype int32"),
     ],
 )
-def test_truncation_errors_name_the_wrong_argument(change, error, message):
+def test_truncation_argument_of_wrong_dtype_or_shape_is_named_in_the_error(change, error, message):
     arguments = {**_parameters([{}] * B), **change}
     with pytest.raises(error, match=message):
         truncation.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)

@@ -291,7 +291,7 @@ def test_channel_scaled_gemms_use_xla_if_the_kernel_leaves_sms_idle():
     assert _fp8(512, 4096, 4096)[1].num_factors == 1
     assert _fp8(8192, 4096, 4096)[1].num_factors == 2
     assert _fp8(2048, 1024, 1024)[1].num_factors == 1
-    # In a gated GEMM, one factor is the gate, and the other is up.
+    # A tile of a gated GEMM always has two blocks of columns: one of the gate, one of up.
     assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2
 
 

@@ -44,7 +44,7 @@ def read(config: dict[str, Any] | None, asked: str | None = None, **fields: Any)
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    """Return a compressed-tensors configuration whose only group has the fields `changes`."""
+    """Return the configuration `COMPRESSED`, with `changes` applied to its only group of layers."""
     return COMPRESSED | {"config_groups": {"group_0": GROUP | changes}}
 
 

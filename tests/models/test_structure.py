@@ -80,7 +80,7 @@ def test_kv_cache_pool_is_updated_in_place(dtype, name, decode):
     assert not re.search(rf"= \({pool_type}.* copy-start\(", program)
 
 
-def test_attention_inputs_count_tokens_up_to_the_last_real_row():
+def test_token_count_of_attention_inputs_excludes_padding_rows_at_the_end():
     nothing = jnp.zeros(0, jnp.int32)
 
     def inputs(seq_lens: list[int], starts: list[int] | None = None, *, num_queries: int = 1):

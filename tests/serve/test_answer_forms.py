@@ -130,7 +130,7 @@ async def _refusal_message(server: Server, spec: dict[str, Any]) -> str:
     return error["message"]
 
 
-def test_spec_above_a_limit_is_refused(serve: Run):
+def test_structured_output_spec_that_exceeds_a_limit_gets_status_400(serve: Run):
     async def scenario(server: Server) -> None:
         for spec, _, message in HOSTILE.values():
             assert re.search(message, await _refusal_message(server, spec))

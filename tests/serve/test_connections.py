@@ -549,8 +549,9 @@ def test_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
             assert app.num_gone == 1
-            # The server cannot send interim responses to clients of HTTP/1.0, so it cannot find out
-            # whether the client still waits. It treats the client as disconnected.
+            # To find out whether a client still waits, the server sends an interim response (status
+            # 102). HTTP/1.0 has no interim responses, so the server treats an HTTP/1.0 client that
+            # closed its sending side as disconnected.
             assert await half_closed(port, asked.replace(b"1.1", b"1.0")) == b""
             assert app.num_gone == 2
 

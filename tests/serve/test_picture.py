@@ -235,9 +235,9 @@ def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engin
 
 
 def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
-    """Each fetch also records a pool diff, even if the time budget of `PoolSampler` is used up.
-    Here, the budget is 2 ms per 100 ms, but each fetch takes 20 ms. Steps after the fetches must
-    still be recorded."""
+    """`PoolSampler` may spend at most 2 ms per 100 ms on recording pool diffs. `fetch` ignores this
+    limit: in this test, each of 50 fetches records a diff, which takes 20 ms. The excess must not
+    prevent the recording of later steps."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -249,7 +249,7 @@ def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
     assert len(sampler.fetch().diffs) > 1
 
 
-def test_pool_diffs_that_no_viewer_fetches_are_merged(engine: Engine):
+def test_later_pool_changes_are_merged_into_one_diff_if_no_viewer_fetches_diffs(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     sampler.fetch()
     for _ in range(4):

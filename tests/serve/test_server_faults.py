@@ -30,8 +30,8 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # The scheduler does not know the temperature, so the request with the prompt "Hello"
-            # fails.
+            # `arg` is a request of the scheduler, which has no sampling parameters. Therefore,
+            # recognize the victim by its prompt "Hello" instead of its temperature.
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125

@@ -107,7 +107,7 @@ def test_prefix_cache_is_not_shared_between_api_keys(serve: Run, salts: list[str
     [{"api_keys": ("one", "two"), "share_prefix_cache_across_keys": True}, {}],
     ids=["keys-that-share", "no-keys"],
 )
-def test_prefix_cache_is_shared_without_keys_or_by_option(
+def test_prefix_cache_is_shared_if_there_are_no_api_keys_or_an_option_allows_sharing(
     serve: Run, salts: list[str | None], config: Any
 ):
     async def scenario(server: Server) -> None:

@@ -48,12 +48,13 @@ measured."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
-    """Return the bytes of `start`, many copies of `item`, and `end`.
+    """Return a request body: `start`, then `item` as often as the limits allow, then `end`.
 
     Args:
         start, end: Text before and after the items.
         item: Text of one item. The items are separated by commas.
-        most: Maximum number of items. The body has at most `LARGEST` bytes.
+        most: Maximum number of items. There are fewer items if the body would be longer than
+            `LARGEST` bytes.
     """
     count = min(most, (LARGEST - len(start + end)) // (len(item.encode()) + 1))
     return f"{start}{','.join([item] * count)}{end}".encode()

@@ -145,7 +145,9 @@ def test_sweep_raises_if_the_heuristic_fails():
     log: list = []
     op = _op(log)
     broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
-    with pytest.raises(RuntimeError, match="write: the programs of the heuristic fail: wrong"):
+    with pytest.raises(
+        RuntimeError, match="write: the kernel fails with the default launch parameters: wrong"
+    ):
         sweep(dataclasses.replace(op, checks=[broken]), _chunks(16), Backend.XLA, Clock(log))
 
 

@@ -132,7 +132,8 @@ class Scene:
     def schedule(self) -> StepPlan:
         """Return the scheduler's plan of the next step.
 
-        The plan allocates blocks, and its tokens count as computed from now on.
+        The scheduler allocates the blocks of the step. It treats the tokens of the step as computed
+        as soon as the plan is made.
         """
         plan = self.scheduler.schedule()
         if plan is None:

@@ -116,8 +116,11 @@ def _groups(chosen: list[int], documents: list[Document], length: int) -> list[l
 def _wrong(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
-    """Return a mask of the wrong tokens: tokens that the loss counts, although another token is
-    more probable."""
+    """Return a mask of wrong predictions, [rows, length - 1].
+
+    A prediction is the most probable next token. It is wrong if the document continues with another
+    token. Tokens that the loss does not count are never marked as wrong.
+    """
 
     predicted = jnp.argmax(forward(params, config, tokens, segments)[:, :-1], axis=-1)
     return (predicted != tokens[:, 1:]) & (loss[:, 1:] > 0)

@@ -39,7 +39,9 @@ WORDINGS: dict[str, list[str]] = tomllib.loads(
     (Path(__file__).parent / "wordings.toml").read_text(encoding="utf-8")
 )
 
-Draft = tuple[str, str, str]  # `Draft` is (key of the content, question, answer).
+# `Draft` is (key, question, answer). The key identifies what the question is about, in any wording:
+# for example, "add:[17, 25]". `is_held_out` uses it.
+Draft = tuple[str, str, str]
 Maker = Callable[[random.Random], Draft]
 
 
