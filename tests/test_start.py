@@ -98,7 +98,7 @@ def test_unsupported_head_size_is_refused_before_the_model_loads(
         startup.build_parts(config)
     assert loads.pop()
     monkeypatch.setattr(startup, "select_backend", lambda _: Backend.TRITON)
-    with pytest.raises(ValueError, match=r"head_dim=264 .* 1 to 256, on a GPU .*hidden_size / num"):
+    with pytest.raises(ValueError, match=r"head_dim=264 .* 1 to 256 on a GPU, .*hidden_size / num"):
         startup.build_parts(config)
     assert not loads
 

@@ -162,7 +162,8 @@ def measure_gemms(model: Any, part: str, rows: int, backend: Backend) -> int:
             arguments = jax.tree.map(to_global, arguments)
             bound = wrap_in_shard_map(bound, one_device_mesh, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
-        # Skip programs without a dot operation: a kernel of jpaged computes their product.
+        # If the program has no dot operation, a kernel of jpaged computes the matrix product, and
+        # XLA has nothing to measure.
         if "stablehlo.dot" in lowered.as_text():
             lowered.compile(CUBLAS_AUTOTUNING)
             num_compiled += 1

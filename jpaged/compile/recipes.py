@@ -56,7 +56,8 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class Recipe:
-    """Input of a program's compilation: a step function and the shapes of its arguments.
+    """Describes one program to compile: the step function, the shapes of its arguments, and
+    compiler options.
 
     With tensor parallelism, `arguments` and `keywords` are shapes of global arrays. `function`
     takes the shards of one device, and `on_mesh` returns a recipe whose function takes global

@@ -156,8 +156,8 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weight_bytes),
         )
-        # Only the built-in model families sum results through peer memory. XLA sums the results of
-        # a user's `JaxModel`.
+        # Only programs of the built-in model families use kernels that all-reduce through peer
+        # memory. Programs of a user's `JaxModel` use XLA's all-reduce, which needs no peer memory.
         uses_peers = isinstance(model, ModelConfig) and not model.batch_invariant
         has_peers = uses_peers and can_use_peer_memory(devices, dtype)
         limits = replace(limits, has_peer_memory=has_peers)

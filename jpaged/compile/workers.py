@@ -515,10 +515,11 @@ def has_writable_cache() -> bool:
 
 
 def _json_settings() -> dict[str, Any]:
-    """Return the settings of JAX that can be represented in JSON, including settings of caches.
+    """Return JAX's settings for the workers, by name, including the settings of caches.
 
-    If a worker has another value of a setting that is not returned, the worker's
-    `dependency_digest` differs, and the worker refuses the job.
+    Workers receive the settings as JSON, so the result leaves out every setting whose value JSON
+    cannot represent. If such a setting has another value in a worker of a `CompileJob`, the
+    worker's `dependency_digest` differs, and the worker refuses the job.
     """
     caches = {name: value for name, value in jax.config.values.items() if "cache" in name}
     plain = (bool, int, float, str, type(None))

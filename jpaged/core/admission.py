@@ -64,10 +64,11 @@ class Admission:
         # refusal.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # The last refusal of `would_fit_after_preemption`. `_preemption_refused_state` has the same
-        # values as `_refused_state`, except for the number of freed blocks. Instead, it has the
-        # number of calls of `BlockPool.free`. `_preemption_refused_prefix` is the cached prefix of
-        # the first sequence at the refusal.
+        # State of the last call of `would_fit_after_preemption` that found too few blocks. The
+        # method returns False again until a value in `_preemption_refused_state` changes or the
+        # cached prefix becomes longer. The values are the request's first sequence, its number of
+        # live sequences, the number of calls of `BlockPool.free`, and the number of blocks that
+        # must stay free. `_preemption_refused_prefix` is the cached prefix of the first sequence.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 

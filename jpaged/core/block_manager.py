@@ -281,9 +281,14 @@ class BlockManager:
         return self.prefix_cache.find_longest_prefix(tokens, most, sequence.cache_salt)
 
     def num_pinned_prefix_blocks(self, sequence: Sequence) -> int:
-        """Return the number of pinned blocks that the sequence holds or will find in the cache.
+        """Return how many blocks of the sequence's prefix are pinned.
 
-        Pinned blocks stay cached, and a lookup returns them before other blocks of the same tokens.
+        If the sequence holds blocks, count the pinned blocks in its block table. Otherwise, look up
+        its longest cached prefix, and count the pinned blocks that the sequence would share.
+
+        The sequence can rely on a pinned block until the block is unpinned: pinned blocks are never
+        evicted. If several cached blocks hold the same tokens, a lookup returns the oldest one. A
+        pin holds the blocks that a lookup returned, so the oldest one is the pinned one.
         """
         if not self.pins or sequence.max_cached_tokens == 0:
             return 0

@@ -351,9 +351,9 @@ class Scheduler:
         shape = (len(plan.scheduled), *([1 + plan.num_drafts] if plan.num_drafts else []))
         if sampled_token_ids.shape != shape:
             raise ValueError(
-                f"sampled_token_ids must have one row for each of {len(plan.scheduled)} scheduled "
-                f"sequences and, with {plan.num_drafts} drafts per row, one column per position: "
-                f"got shape {sampled_token_ids.shape}"
+                f"the plan has {len(plan.scheduled)} scheduled sequences and {plan.num_drafts} "
+                f"drafts per sequence, but sampled_token_ids has shape {sampled_token_ids.shape}: "
+                "pass shape (sequences,) for 0 drafts, otherwise (sequences, 1 + drafts)"
             )
 
     def append_accepted(self, plan: StepPlan, token_ids: np.ndarray) -> StepUpdate:
@@ -430,10 +430,10 @@ class Scheduler:
         """
         if (num_pins := len(self.block_manager.pins)) and self.has_unfinished_requests:
             raise ValueError(
-                "the weights cannot be replaced with "
-                f"{format_count(num_pins, 'prefix', 'prefixes')} pinned while requests are "
-                "unfinished: unpin the prefixes, or finish the requests, because sequences that "
-                "start after the update may not use KV that the old weights computed"
+                "the weights cannot be replaced, because the engine has "
+                f"{format_count(num_pins, 'pinned prefix', 'pinned prefixes')} and unfinished "
+                "requests: unpin the prefixes, or finish the requests. After the update, no "
+                "request could share the pinned blocks, so the other blocks could be too few"
             )
 
     def end_sharing(self) -> None:

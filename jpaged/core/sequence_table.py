@@ -136,10 +136,11 @@ class SequenceTable:
                 child.has_row = True
 
     def release_row(self, sequence: Sequence) -> None:
-        """Release the device row of a sequence in the next plan, if the sequence has one.
+        """Let the next plan free the device row of a sequence, if the sequence has a row.
 
-        Pending forks from this row, which no plan contains yet, are cancelled. The children then
-        join the batch like new sequences, with their whole block tables.
+        A fork of the row is pending if no plan contains the fork yet. The method cancels all
+        pending forks of the row. The child sequences then join the batch like new sequences, with
+        their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:

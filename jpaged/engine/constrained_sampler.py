@@ -85,8 +85,8 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers that ended with the tokens of the newest read step: their grammars are complete or
-        # have failed.
+        # Answers whose grammars became complete, or failed, with the tokens of the step that
+        # `await_mask_worker` waited for. The next call of `find_ended` uses and clears this set.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
@@ -246,13 +246,14 @@ class ConstrainedSampler:
 
 
 class WaitBudget:
-    """Limits how long a step waits for late masks if other rows of the step are ready.
+    """Limits how long the sampling of a step waits for late masks while other rows are ready.
 
-    `ConstrainedSampler` has further limits, such as for a mask worker that does not respond.
+    A mask is late if the mask worker has not sent it yet. `ConstrainedSampler` has further limits,
+    such as for a mask worker that does not respond.
 
-    While a step waits for masks, the device computes the layers of the step, so a wait of that
-    length costs little. The basic budget estimates that length by the time that the host has just
-    waited for the device. The budget then grows as follows:
+    The device computes the layers of the step during the wait. A wait therefore costs little until
+    the layers are done. The basic budget is an estimate of the time until then: it equals the time
+    that the host has just waited for the device. The budget then grows as follows:
 
     - If at most 25 % of the rows have late masks, the budget grows by the fraction of late rows,
       multiplied by a step's duration. The total waiting time of all rows then equals the total time

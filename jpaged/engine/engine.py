@@ -411,14 +411,20 @@ class Engine:
         return [scores[state] for state in states]
 
     def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
-        """Yield lists of requests to run together, in an order in which most requests hit the
-        prefix cache.
+        """Split requests into lists, so that most requests hit the prefix cache if the caller runs
+        one list at a time, in this order.
 
-        All requests of a group begin with the same full blocks. The lists come in pairs. The first
-        list of a pair has one request of each group, which leaves the shared blocks in the cache.
-        The second list has the other requests of these groups. The groups of a pair together need
-        at most half of the free blocks, so that the shared blocks stay cached between the two
-        lists. A pair has at least one group, even if that group needs more blocks.
+        The lists come in pairs, and a pair has all requests of one or more groups. The first list
+        has one request of each group, which leaves the group's shared blocks in the cache. The
+        second list has the other requests, which find these blocks. The second list is missing if
+        every group has only one request.
+
+        The prompts of a pair's first list take at most half of the free blocks, so that the shared
+        blocks stay cached until the second list runs. A single group may take more. Groups of one
+        request do not count, because their blocks need not stay cached.
+
+        Args:
+            groups: Groups of requests. All requests of a group begin with the same full blocks.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0
@@ -593,9 +599,9 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # If `pin` is None, the prefix is still not cached. Another request may have preempted
-            # this request before its token was read: then compute the prefix again. If no other
-            # request exists, the cause is a hash collision.
+            # The request has run, but if `pin` is None, its prefix is not cached. If other requests
+            # are unfinished, one of them may have preempted this request before its token was read,
+            # so compute the prefix again. Otherwise, the cause is a hash collision.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -682,7 +688,8 @@ class Engine:
                 safetensors files, which are read one parameter at a time. For a `JaxModel`, a
                 pytree with the structure, shapes, dtypes and sharding of the engine's `params`.
                 The engine uses these arrays without a copy, and releases the old ones.
-            version: Number of the weights, as outputs report it; None for the next one.
+            version: Version number of the new weights, which outputs report. None for the current
+                number plus 1.
             check_finite: Whether to refuse arrays with NaN or infinite values. The check reads all
                 arrays once.
 
@@ -757,7 +764,7 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        """Number of the weights: 0 at the start, then the `version` of the last update."""
+        """Version number of the weights: 0 at the start, then the `version` of the last update."""
         return self._loop.weights_version
 
     @property

@@ -85,7 +85,7 @@ class EngineLoop:
         watches: Pool watches, which record the block copies of each launched plan. The set holds
             weak references: a watch leaves the set when the caller drops the watch, and no
             reference cycle keeps the engine in memory.
-        weights_version: Number of the weights that later steps use.
+        weights_version: Version number of the weights that later steps use.
         is_paused: Whether `pause` was called, so that no step may be launched.
         is_sleeping: Whether `sleep` has freed the pool, so that no step may be launched.
     """
@@ -308,7 +308,7 @@ class EngineLoop:
 
         Args:
             write: Function that writes checked parameters.
-            version: Number of the new weights; None for the next one.
+            version: Version number of the new weights; None for the current number plus 1.
 
         Raises:
             ValueError: A prefix is pinned while a request is unfinished. The weights are unchanged.
@@ -390,8 +390,9 @@ class EngineLoop:
         """End a request in any state. Do nothing if the request has ended or was never added."""
         if self.requests.get(state.request_id) is not state:
             return
-        # The finalizer of a dropped stream may call this method inside a critical section. The
-        # section then ends the request after its own work.
+        # If the caller drops a stream, the stream's finalizer calls this method. Python may run the
+        # finalizer at any point, even while a method of this object is in a critical section. Then
+        # only record the abort: `_critical_section` executes it when the section ends.
         if self._is_busy:
             self._deferred_aborts.append(state)
             return

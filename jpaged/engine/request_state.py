@@ -135,7 +135,8 @@ class WeightVersions:
         self._starts: list[tuple[int, int]] = [(0, 0)]
 
     def add(self, version: int, index: int) -> None:
-        """Record that the weights `version` make all tokens from `index` on."""
+        """Record that weights with the number `version` compute the token at `index` and all later
+        tokens."""
         if self._starts[-1][1] == index:
             self._starts.pop()
         if not self._starts or self._starts[-1][0] != version:
@@ -387,7 +388,8 @@ class RequestState:
         return self.constraint is not None
 
     def start_version(self, version: int) -> None:
-        """Record that the weights `version` make all tokens that the host has not read yet."""
+        """Record that weights with the number `version` compute all tokens that the host has not
+        read yet."""
         for sample in self.samples:
             if sample.sequence.finish_reason is None:
                 sample.weight_versions.add(version, sample.sequence.num_output_tokens)
@@ -530,10 +532,10 @@ class RequestState:
         )
 
     def take_sample_deltas(self) -> Iterator[TextDelta]:
-        """Yield the delta of each sample that has an update.
+        """Yield one delta for each sample that has an update.
 
-        A delta is created when the generator reaches it. It therefore includes tokens that arrived
-        after the generator yielded the previous delta.
+        The generator creates a delta only when the caller requests it. The delta therefore includes
+        tokens that arrived while the caller processed the previous delta.
         """
         for sample in [sample for sample in self.undelivered_samples if sample.has_update]:
             delta = sample.take_delta(self.request_id)

@@ -402,7 +402,7 @@ def check_device(device: Any, head_size: int) -> None:
         )
     max_head_size = select_backend(device.platform).max_head_size
     if max_head_size is not None and head_size > max_head_size:
-        raise head_size_error(head_size, f"1 to {max_head_size}, on a GPU")
+        raise head_size_error(head_size, f"1 to {max_head_size} on a GPU, any size on a CPU")
 
 
 def check_batch_invariant(

@@ -38,10 +38,12 @@ buffers are still in use when the next step allocates its buffers."""
 
 
 def buffer_sizes() -> list[int]:
-    """Return the sizes in bytes of all buffers to allocate, in allocation order.
+    """Return the size in bytes of each buffer that `reserve_fragments` allocates, in allocation
+    order.
 
-    Buffers of equal size are allocated consecutively, so that they are adjacent in memory: a free
-    gap that is too small for one such buffer is too small for all.
+    Buffers of equal size are allocated directly after one another. The first of them may fill gaps
+    between other arrays. Once every gap is too small for one of these buffers, it is too small for
+    the rest of them, so the rest are adjacent in memory.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 

@@ -416,8 +416,11 @@ class ModelRunner:
         self._wait((self._persistent_arrays["state"], self._persistent_arrays["last_tokens"]))
 
     def warm_up(self) -> None:
-        """Run every program on padding. Each program runs twice, because a GPU records the launches
-        of a program in its first run."""
+        """Run every compiled program twice, with padding rows as input.
+
+        On a GPU, XLA records the kernel launches of a program as a CUDA graph in the program's
+        first run. The second run uses the recorded graph.
+        """
         for _ in range(2):
             sampled: set[int] = set()
             for (kind, key), pack in self._packers.items():

@@ -91,11 +91,14 @@ def can_use_peer_memory(devices: Sequence[Any], dtype: DTypeLike) -> bool:
 
 
 class PeerMemory:
-    """The exchange memory of each device of a mesh, and the headers (addresses) that programs take.
+    """Memory on each device of a mesh, through which all-reduce kernels exchange data.
+
+    A program finds this exchange memory through the header of its device, which holds the addresses
+    of the exchange memory of all devices.
 
     Attributes:
-        headers: Concatenated headers of all devices, int32. The shard of a device is the header of
-            the device.
+        headers: Headers of all devices, concatenated, int32. The array is sharded, so that each
+            device has only the header of this device.
 
     Args:
         mesh: Devices for which `can_use_peer_memory` is true.

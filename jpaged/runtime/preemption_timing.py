@@ -78,10 +78,11 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
 
 
 def _make_requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
-    """Return requests whose prompts have `num_tokens` tokens in total.
+    """Return the requests of a timed prefill step, with `num_tokens` prompt tokens in total.
 
-    The result has at most `max_num_seqs` requests, each with at most `max_model_len` tokens. Beyond
-    these limits, the prompts have fewer tokens. Every block table contains only the null block.
+    Each request has `max_model_len` prompt tokens, except that the last request has the remaining
+    tokens. The result has at most `max_num_seqs` requests. If `num_tokens` is too large for these
+    two limits, the excess tokens are left out. Every block table contains only the null block.
     """
     seq_id_counter, stop = itertools.count(-1, -1), StopCriteria(max_tokens=1)
     lengths = [config.max_model_len] * (num_tokens // config.max_model_len)

@@ -200,11 +200,13 @@ class StepHandle:
     is_tensor_parallel: bool = False
 
     def read_row_tokens(self) -> np.ndarray:
-        """Wait for the tokens of all rows, and return them in the order of the step's rows: int32
-        [rows].
+        """Wait for the step, and return the sampled token of each row, int32 [rows].
 
-        The method may run in a thread other than the engine loop's. It supports only a single
-        device, because the wait has no time limit.
+        The tokens are in the order of the device's rows, not in the order of `plan.scheduled`. The
+        method may run in a thread other than the engine loop's.
+
+        Call the method only if one device computes the step. If one of several devices fails, the
+        others wait for it forever, and unlike `read`, this method has no time limit.
         """
         tokens = np.asarray(self.sampled)[self.burst_index]
         return tokens if tokens.ndim == 1 else tokens[:, TOKEN_COLUMN]

@@ -184,15 +184,17 @@ def init_sampling_state(num_rows: int, vocab_size: int) -> SamplingState:
 
 
 class RowMarks(NamedTuple):
-    """Tokens of a sequence that joins the batch, and a number ("mark") for each token.
+    """Initial values of `SamplingState.token_state` for a sequence that joins the batch.
 
-    `SamplingState.token_state` has one number for each token id in the sequence's device row.
-    `load_rows` initializes these numbers from the marks: it sets the number of a prompt token to
-    `IN_PROMPT`, and adds the marks of all other tokens.
+    `tokens` has token ids, and `marks` has one number for each of them. Both are int32 [L].
+    `load_rows` writes each mark into the sequence's row of `token_state`, at the column of its
+    token id. `tokens` has three parts, in this order:
 
-    `tokens` and `marks` are int32 [L]. Prompt tokens come first, with the mark `IN_PROMPT`. Output
-    tokens follow, with the mark 1, so that the sum counts them. End tokens come last, with the mark
-    `IS_ENDING`; each end token appears once.
+    - Prompt tokens, with the mark `IN_PROMPT`. `load_rows` sets this value, so that a repeated
+      prompt token has no further effect.
+    - Output tokens, with the mark 1. `load_rows` adds the marks, so that it counts repeated tokens.
+    - Tokens that are forbidden before `min_tokens`, with the mark `IS_ENDING`. `load_rows` adds the
+      mark, and each of these tokens appears once.
     """
 
     tokens: np.ndarray

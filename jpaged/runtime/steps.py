@@ -369,10 +369,13 @@ def _compute_drafts(
     backend: Backend,
     peer_header: Int32[Array, "W"] | None,
 ) -> tuple[Float[Array, "Q B D"], KVState]:
-    """Compute the last token and the drafts of each row.
+    """Run the model on the last token and the drafts of each row.
 
     The keys and values of tokens without a slot are written to the null block. The hidden states of
     these tokens are meaningless.
+
+    Returns:
+        The hidden states after each token, where Q = 1 + k, and the updated KV state.
     """
     batch, (indices, block_ids) = unpack_decode(packed), unpack_block_updates(packed)
     batch_size, num_drafts = drafts.shape
@@ -711,11 +714,16 @@ class StepProgram:
         return tuple(name for name in self.arguments if name in INPUT_SHAPES)
 
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
-        """Return the values of a key as a dict, by the names of the arguments that take them.
+        """Return the sizes and options of one compiled program as a dict, by name.
 
-        The dict also has sizes that follow from the key, such as `num_rows`, the number of rows of
-        the logits. If the key does not contain a number of tokens, `num_tokens` is the number of
-        sequences.
+        The dict has the values of the program's key, with their names from `self.key`. It also has
+        sizes that follow from these values. For example, `num_rows` is the number of rows of the
+        logits. If the key has no number of tokens, `num_tokens` is the batch size, multiplied by 1
+        plus the number of drafts.
+
+        Args:
+            config: Sizes and limits of the runtime.
+            key: Key of the program, one of the results of `self.keys`.
         """
         sizes = dict(zip(self.key, key if isinstance(key, tuple) else (key,), strict=False))
         if "drafter" in sizes:

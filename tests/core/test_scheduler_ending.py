@@ -138,7 +138,7 @@ def test_updates_out_of_order_or_of_wrong_shape_are_refused():
     token = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="step 0 is the next to update"):
         scheduler.update(second, token)
-    with pytest.raises(ValueError, match=re.escape("got shape (2,)")):
+    with pytest.raises(ValueError, match=re.escape("sampled_token_ids has shape (2,)")):
         scheduler.update(first, np.zeros(2, np.int32))
     scheduler.update(first, token)
     with pytest.raises(ValueError, match="step 1 is the next to update"):

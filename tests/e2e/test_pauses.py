@@ -213,7 +213,7 @@ def test_blocks_pinned_before_a_weight_update_are_not_used_after_it():
     assert engine.stats().num_cached_tokens == num_cached
     engine.add_request(PROMPTS[0], GREEDY)
     engine.pause()
-    with pytest.raises(ValueError, match="1 prefix pinned while requests are unfinished: unpin"):
+    with pytest.raises(ValueError, match="1 pinned prefix and unfinished requests: unpin"):
         engine.update_weights(tiny_params())
     engine.unpin_prefix(pin)
     engine.update_weights(tiny_params())
