@@ -34,8 +34,8 @@ _POLLS_PER_STOP_CHECK = 4096  # `_POLLS_PER_STOP_CHECK` must be a power of two.
 # `_DYNAMIC_INDEX` tells LLVM's `getelementptr` that an index is an operand.
 _DYNAMIC_INDEX = -(1 << 31)
 
-# Tensor cores and the copy engine need this layout of shared memory for 2-byte dtypes: tiles of 8
-# rows of 128 bytes.
+# Tensor cores and the Tensor Memory Accelerator (TMA) need this layout of shared memory for 2-byte
+# dtypes: tiles of 8 rows of 128 bytes.
 SWIZZLE_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -85,7 +85,10 @@ class Value:
         return isinstance(self.ir.type, ir.FloatType)
 
     def as_operand(self, other):
-        """Return `other` as an MLIR value; a Python number becomes a constant of this type."""
+        """Return `other`, a `Value` or a Python number, as an MLIR value.
+
+        A Python number becomes a constant with the MLIR type of `self`.
+        """
         if isinstance(other, Value):
             return other.ir
         return arith.constant(self.ir.type, float(other) if self.is_float else int(other))

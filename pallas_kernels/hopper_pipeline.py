@@ -93,8 +93,8 @@ def pipelined_kernel(
         grid: Names and sizes of the axes of the grid.
         num_consumers: Number of consumer warpgroups.
         num_stages: Number of stages; at least 2 if the loader fills a stage more than once.
-        num_copies: Number of arrivals after which a stage is full: one per copy of the copy engine,
-            and one for all rows that the loader's threads gather.
+        num_copies: Number of arrivals after which a stage is full: one per copy by the Tensor
+            Memory Accelerator (TMA), and one for all rows that the loader's threads gather.
         scratch: Types of shared memory by name.
         name: Name of the kernel.
     """

@@ -115,7 +115,7 @@ class ScaleAxis:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Number of blocks of each part."""
+        """For each part of the weight, the number of blocks along this axis."""
         return tuple(-(-size // self.block_size) for size in self.part_sizes)
 
 
@@ -192,11 +192,11 @@ class WeightRules:
     head_prefix: str = ""
 
     def find(self, name: str) -> WeightRule | None:
-        """Return the first rule of the tensor called `name`; None if the tensor is unknown."""
+        """Return the first rule for the checkpoint tensor `name`; None if there is no rule."""
         return next(iter(self.find_all(name)), None)
 
     def find_all(self, name: str) -> Sequence[WeightRule]:
-        """Return all rules of the tensor `name`; an empty list if the tensor is unknown."""
+        """Return all rules for the checkpoint tensor `name`; empty if there is no rule."""
         prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
         source = re.sub(f"^(?:{prefix})", "", name)
         if self.ignored_pattern and re.fullmatch(self.ignored_pattern, source):

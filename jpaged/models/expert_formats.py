@@ -228,7 +228,7 @@ class FP8ExpertFormat(ExpertFormat):
 
     @classmethod
     def _quantizing_rule(cls, rule: WeightRule) -> WeightRule:
-        """Return the rule of a weight, which also quantizes the weight."""
+        """Return a copy of `rule` that quantizes the weight to FP8 while it is loaded."""
         return replace(rule, scale_path=f"{rule.target}_weight_scale")
 
     @override

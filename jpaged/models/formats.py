@@ -80,10 +80,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows [T, size_in] that a weight format has quantized.
+    """Activations [T, size_in] that a weight format has quantized.
 
     Attributes:
-        values: Quantized rows, divided by their scales.
+        values: Quantized activations. A value times the scale of its group approximates the
+            original activation.
         scale: Scale of each group of consecutive numbers in a row, [T, groups]. If a row has one
             scale, the whole row is one group.
         dtype: Dtype of the rows before quantization, and of products with these rows.

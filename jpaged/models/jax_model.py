@@ -216,8 +216,8 @@ class JaxDecoder(nnx.Module):
 
     def _step_options(self, params: Any) -> dict[str, Any]:
         """Return the options of the operations that the user's functions get."""
-        islands = None if self.devices is None else self.devices.islands(params)
-        return {"batch_invariant": self.config.batch_invariant, "islands": islands}
+        shard_runner = None if self.devices is None else self.devices.shard_runner(params)
+        return {"batch_invariant": self.config.batch_invariant, "shard_runner": shard_runner}
 
     def _replicate(self, rows: jax.Array) -> jax.Array:
         """Constrain rows so that every device has a complete copy, and return them."""
@@ -503,8 +503,8 @@ def _trace(
     dtypes: dict[int, jnp.dtype] = {}
 
     def options(params: Any) -> dict[str, Any]:
-        islands = None if devices is None else devices.islands(params)
-        return {"batch_invariant": batch_invariant, "islands": islands}
+        shard_runner = None if devices is None else devices.shard_runner(params)
+        return {"batch_invariant": batch_invariant, "shard_runner": shard_runner}
 
     # Trace with shapes and dtypes instead of arrays, as the engine's programs do. Unlike arrays,
     # they never have weak types.

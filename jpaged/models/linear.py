@@ -231,10 +231,15 @@ def parameter_part_sizes(projection: Projection, name: str, axis: int) -> list[i
 
 
 class Embedding(nnx.Module):
-    """A table [rows, D] of token or position vectors, also used as an output head.
+    """A table of token or position vectors, also used as an output head.
 
-    If `is_sharded`, the table is split over the tensor-parallel devices, and each device holds
-    `rows` rows.
+    Args:
+        rows: Number of table rows that each device holds.
+        size: Length of a row (D).
+        dtype: Dtype of the table.
+        is_sharded: Whether the table is split over the tensor-parallel devices. The whole table
+            then has `rows` rows for each device. Otherwise, every device holds the whole table.
+        batch_invariant: Whether the bits of a row's logits must not depend on the other rows.
     """
 
     def __init__(
@@ -254,7 +259,13 @@ class Embedding(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Return the table row of each id; an id out of range gives the nearest row.
 
-        If the table is sharded or `peer_header` is given, call `sharding.barrier_all_reduce`.
+        If the table is sharded, this method sums the rows that each device finds in its shard, with
+        `sharding.barrier_all_reduce`. If the table is not sharded and `peer_header` is given, this
+        method runs the same all-reduce on zeros, only as a barrier.
+
+        Args:
+            ids: Indices of rows in the whole table.
+            peer_header: Peer-memory header; None without peer memory.
         """
         weight = self.weight[...]
         if not self.is_sharded:

@@ -63,8 +63,11 @@ WriteFunction = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 class _Piece:
     """Position of one array within an unsharded parameter.
 
-    See `TensorPlacement` for the fields. `scale_axes` are the axes of the scales; empty if the
-    array is not quantized.
+    See `TensorPlacement` for the other fields.
+
+    Attributes:
+        scale_axes: If writing the array quantizes it to FP8, describes each axis of the array of
+            scales. Otherwise empty.
     """
 
     shape: tuple[int, ...]

@@ -739,8 +739,8 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
         yield placement.start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    # A row of the file and a row of the parameter may differ in size. Therefore, every slab holds a
-    # multiple of both sizes.
+    # The slab must consist of whole rows of the file and of whole rows of the parameter. The two
+    # kinds of row may differ in size, so the slab's size is a common multiple of both sizes.
     common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))

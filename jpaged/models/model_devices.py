@@ -1,8 +1,8 @@
 """Devices of a user's model: the split of the parameters, and functions on each device's shards.
 
 XLA partitions the plain JAX code of a user's functions over the mesh of the parameters. Attention,
-fused operations and sampling run kernels, which XLA cannot partition. `Islands` runs these
-functions on each device, in `jax.shard_map`.
+fused operations and sampling run kernels, which XLA cannot partition. `ShardRunner` calls these
+functions on each device by `jax.shard_map`.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ class ModelDevices:
         must be the same on all devices."""
         return _map_shards(function, self.mesh, REPLICATED, REPLICATED)
 
-    def islands(self, params: Any) -> "Islands":
-        """Return the object that runs functions on the devices' shards during one trace.
+    def shard_runner(self, params: Any) -> "ShardRunner":
+        """Return a `ShardRunner`, which is valid during the trace that `params` belong to.
 
         Args:
             params: The traced parameters.
         """
         leaves = jax.tree.leaves(params)
-        return Islands(self, list(zip(leaves, self.split_axes, strict=True)))
+        return ShardRunner(self, list(zip(leaves, self.split_axes, strict=True)))
 
 
 class Split(NamedTuple):
@@ -67,8 +67,10 @@ class Split(NamedTuple):
     sum_axis: str | None = None
 
 
-class Islands:
-    """Runs functions on the shards of each device, while a user's functions are traced.
+class ShardRunner:
+    """Calls functions on each device with the device's shards, while a user's model is traced.
+
+    `run` wraps a function in `jax.shard_map`. The other methods return how arrays are split.
 
     Args:
         devices: Devices of the model.
@@ -100,7 +102,7 @@ class Islands:
             weight: The argument.
 
         Raises:
-            ValueError: The argument is not an array of the parameters.
+            ValueError: The argument is not one of the parameters; it may be computed from one.
         """
         if id(weight) not in self._weights:
             raise ValueError(
@@ -133,12 +135,14 @@ def refuse_split(where: str, name: str, axis: int, supported: str) -> ValueError
 
 
 def find_mesh(params: Any) -> Mesh | None:
-    """Return the mesh of the parameters; None if every array is on a single device.
+    """Return the mesh of the first parameter that is on several devices.
+
+    Return None if every parameter is on a single device.
 
     Raises:
-        ValueError: An array on several devices has no `NamedSharding`. Or its mesh has more than
-            one axis with several devices, or a device of another process. The message names the
-            array.
+        ValueError: The parameter has no `NamedSharding`, more than one axis of its mesh is longer
+            than 1, or its mesh contains a device of another process. The message names the
+            parameter.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():

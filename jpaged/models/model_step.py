@@ -31,7 +31,7 @@ from jpaged.models.attention import (
 )
 from jpaged.models.experts import router_logits
 from jpaged.models.layer_calls import trace_once
-from jpaged.models.model_devices import REPLICATED, Islands, Split, refuse_split
+from jpaged.models.model_devices import REPLICATED, ShardRunner, Split, refuse_split
 from jpaged.models.norm import add_norm_rows, normalize_rows
 from jpaged.models.sharding import sum_in_device_order
 from pallas_kernels import (
@@ -126,10 +126,14 @@ class ModelOps:
     """
 
     def __init__(
-        self, backend: Backend, *, batch_invariant: bool = False, islands: Islands | None = None
+        self,
+        backend: Backend,
+        *,
+        batch_invariant: bool = False,
+        shard_runner: ShardRunner | None = None,
     ):
         self._backend, self._batch_invariant = backend, batch_invariant
-        self._islands = islands
+        self._shard_runner = shard_runner
 
     def project(self, x: Array, weight: Array) -> Partials:
         """Return the product of rows and a weight.
@@ -164,12 +168,12 @@ class ModelOps:
             The rows [T, F] for the down projection.
         """
         split = None
-        if (islands := self._islands) is not None:
-            axis = islands.weight_axis("gated_project", "weight", weight)
+        if (shard_runner := self._shard_runner) is not None:
+            axis = shard_runner.weight_axis("gated_project", "weight", weight)
             if axis not in (None, 2):
                 raise refuse_split("gated_project", "weight [D, 2, F]", axis, "split along F")
-            rows = islands.split_along(None if axis is None else 1)
-            split = Split((REPLICATED, islands.split_along(axis)), rows)
+            rows = shard_runner.split_along(None if axis is None else 1)
+            split = Split((REPLICATED, shard_runner.split_along(axis)), rows)
         return self._call("gated_project", _gated_project, x, weight, split=split)
 
     def project_vocabulary(self, hidden: Array, table: Array) -> Array:
@@ -215,30 +219,32 @@ class ModelOps:
 
     def _product_split(self, x: Array, weight: Array) -> Split | None:
         """Return how devices split `project`; None on one device."""
-        if (islands := self._islands) is None:
+        if (shard_runner := self._shard_runner) is None:
             return None
-        axis, num_inputs = islands.weight_axis("project", "weight", weight), x.ndim - 1
-        spec = islands.split_along(axis)
+        axis, num_inputs = shard_runner.weight_axis("project", "weight", weight), x.ndim - 1
+        spec = shard_runner.split_along(axis)
         if axis is None:
             return Split((REPLICATED, spec))
         if axis < num_inputs:
-            return Split((islands.split_along(1 + axis), spec), sum_axis=islands.axis_name)
+            return Split(
+                (shard_runner.split_along(1 + axis), spec), sum_axis=shard_runner.axis_name
+            )
         # The partials of the product are [parts, T, *outputs].
-        return Split((REPLICATED, spec), islands.split_along(2 + axis - num_inputs))
+        return Split((REPLICATED, spec), shard_runner.split_along(2 + axis - num_inputs))
 
     def _vocabulary_split(self, table: Array) -> Split | None:
         """Return how devices split `project_vocabulary`; None on one device."""
-        if (islands := self._islands) is None:
+        if (shard_runner := self._shard_runner) is None:
             return None
-        axis = islands.weight_axis("project_vocabulary", "table", table)
-        spec = islands.split_along(axis)
+        axis = shard_runner.weight_axis("project_vocabulary", "table", table)
+        spec = shard_runner.split_along(axis)
         if axis == 1:
-            return Split((islands.split_along(1), spec), sum_axis=islands.axis_name)
-        return Split((REPLICATED, spec), islands.split_along(None if axis is None else 1))
+            return Split((shard_runner.split_along(1), spec), sum_axis=shard_runner.axis_name)
+        return Split((REPLICATED, spec), shard_runner.split_along(None if axis is None else 1))
 
     def _replicated(self, num_arrays: int) -> Split | None:
         """Return the split of an operation whose arrays are complete on every device."""
-        return None if self._islands is None else Split((REPLICATED,) * num_arrays)
+        return None if self._shard_runner is None else Split((REPLICATED,) * num_arrays)
 
     def _call(
         self,
@@ -258,11 +264,11 @@ class ModelOps:
             options: Static options.
         """
         mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
-        if split is None or self._islands is None:
+        if split is None or self._shard_runner is None:
             return function(*arrays, **options, **mode)
         if split.sum_axis is not None:
             options["sum_axis"] = split.sum_axis
-        return self._islands.run(partial(function, **options, **mode), split, *arrays)
+        return self._shard_runner.run(partial(function, **options, **mode), split, *arrays)
 
 
 def _sum_over_devices(rows: Array, axis_name: str, *, batch_invariant: bool) -> Array:
@@ -424,9 +430,11 @@ class ModelStep(ModelOps):
         attention: AttentionInputs,
         *,
         batch_invariant: bool = False,
-        islands: Islands | None = None,
+        shard_runner: ShardRunner | None = None,
     ):
-        super().__init__(attention.backend, batch_invariant=batch_invariant, islands=islands)
+        super().__init__(
+            attention.backend, batch_invariant=batch_invariant, shard_runner=shard_runner
+        )
         self._layers, self._pool, self._attention = layers, pool, attention
         self._num_tokens = attention.slot_mapping.shape[0]
         self._attended: dict[int, LayerKV] = {}
@@ -544,14 +552,14 @@ class ModelStep(ModelOps):
 
     def _experts_split(self, gate_up: Array, down: Array) -> Split | None:
         """Return how devices split `experts`; None on one device."""
-        if (islands := self._islands) is None:
+        if (shard_runner := self._shard_runner) is None:
             return None
         axes = []
         for name, weight, inner in (
             ("gate_up [E, D, 2, F]", gate_up, 3),
             ("down [E, F, D]", down, 1),
         ):
-            axis = islands.weight_axis("experts", name, weight)
+            axis = shard_runner.weight_axis("experts", name, weight)
             if axis not in (None, inner):
                 raise refuse_split("experts", name, axis, "split along F")
             axes.append(axis)
@@ -560,8 +568,8 @@ class ModelStep(ModelOps):
                 "experts: only one of gate_up and down is split over the devices: split both along "
                 "F, or none"
             )
-        weights = [islands.split_along(axis) for axis in axes]
-        sum_axis = None if axes[0] is None else islands.axis_name
+        weights = [shard_runner.split_along(axis) for axis in axes]
+        sum_axis = None if axes[0] is None else shard_runner.axis_name
         return Split((REPLICATED, REPLICATED, *weights, REPLICATED), sum_axis=sum_axis)
 
     def take_pool(self) -> tuple[LayerKV, ...]:
@@ -672,10 +680,13 @@ class ModelStep(ModelOps):
         """Do the work of `attend`. The arguments have been checked."""
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        if (islands := self._islands) is None:
+        if (shard_runner := self._shard_runner) is None:
             return _attend(q, k, v, *layer, **mode, **options)
-        split, mode["heads"] = _attention_split(islands, 0), _shard_heads(islands, mode["heads"])
-        return islands.run(partial(_attend, **mode, **options), split, q, k, v, *layer)
+        split, mode["heads"] = (
+            _attention_split(shard_runner, 0),
+            _shard_heads(shard_runner, mode["heads"]),
+        )
+        return shard_runner.run(partial(_attend, **mode, **options), split, q, k, v, *layer)
 
     def _rope_attend(
         self,
@@ -688,31 +699,34 @@ class ModelStep(ModelOps):
         """Do the work of `rope_attend`. The arguments have been checked."""
         layer = self._pool[index], self._attention
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
-        if (islands := self._islands) is None:
+        if (shard_runner := self._shard_runner) is None:
             return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
         # Each device needs the queries, keys and values of its heads, so split each of the three
         # arrays. `split_heads` sums the partials first, so that the devices exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
-        split, mode["heads"] = _attention_split(islands, 2), _shard_heads(islands, mode["heads"])
+        split, mode["heads"] = (
+            _attention_split(shard_runner, 2),
+            _shard_heads(shard_runner, mode["heads"]),
+        )
         function = partial(_rope_attend_heads, **mode, **options)
-        return islands.run(function, split, *qkv_heads, angles, norms, *layer)
+        return shard_runner.run(function, split, *qkv_heads, angles, norms, *layer)
 
 
-def _attention_split(islands: Islands, num_complete: int) -> Split:
+def _attention_split(shard_runner: ShardRunner, num_complete: int) -> Split:
     """Return how devices split attention.
 
     The arguments of attention are queries, keys and values [T, heads, H], then `num_complete`
     arguments that every device needs as a whole, the layer's pool, and the `AttentionInputs`.
     """
-    of_heads, of_pool = islands.split_along(1), islands.split_along(2)
+    of_heads, of_pool = shard_runner.split_along(1), shard_runner.split_along(2)
     complete = (REPLICATED,) * num_complete
     inputs = of_heads, of_heads, of_heads, *complete, of_pool, REPLICATED
     return Split(inputs, (of_heads, of_pool))
 
 
-def _shard_heads(islands: Islands, heads: LayerHeads) -> LayerHeads:
+def _shard_heads(shard_runner: ShardRunner, heads: LayerHeads) -> LayerHeads:
     """Return the number and width of the KV heads that one device has."""
-    return heads._replace(num_kv_heads=heads.num_kv_heads // islands.num_devices)
+    return heads._replace(num_kv_heads=heads.num_kv_heads // shard_runner.num_devices)
 
 
 def _check_dtype(where: str, name: str, array: Any) -> None:
@@ -774,9 +788,13 @@ class TracedOps(ModelOps):
     """
 
     def __init__(
-        self, backend: Backend, *, batch_invariant: bool = False, islands: Islands | None = None
+        self,
+        backend: Backend,
+        *,
+        batch_invariant: bool = False,
+        shard_runner: ShardRunner | None = None,
     ):
-        ModelOps.__init__(self, backend, batch_invariant=batch_invariant, islands=islands)
+        ModelOps.__init__(self, backend, batch_invariant=batch_invariant, shard_runner=shard_runner)
         self._outputs: dict[Any, Any] = {}
 
     @override
@@ -815,12 +833,12 @@ class TracedStep(TracedOps, ModelStep):
         backend: Backend = Backend.XLA,
         *,
         batch_invariant: bool = False,
-        islands: Islands | None = None,
+        shard_runner: ShardRunner | None = None,
     ):
         one = jnp.zeros((1,), jnp.int32)
         slots = jnp.zeros((num_tokens,), jnp.int32)
         attention = AttentionInputs(one[None], one, slots, None, backend)
-        mode = {"batch_invariant": batch_invariant, "islands": islands}
+        mode = {"batch_invariant": batch_invariant, "shard_runner": shard_runner}
         ModelStep.__init__(self, layers, (), attention, **mode)
         self._outputs = {}
         self.dtypes: dict[int, jnp.dtype] = {}

@@ -536,7 +536,8 @@ class _WorkerProcess(Child):
     thread closes the channel.
 
     Attributes:
-        put: Method that queues a message: a function that returns the message's bytes.
+        put: Adds a message to the thread's queue. The argument is a function without arguments,
+            which the thread calls to get the bytes of the message. None ends the thread.
     """
 
     def __init__(self, fd: int):
@@ -589,7 +590,8 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
     """Return the message with a step's tokens.
 
     Args:
-        where: Memory indices and rows of the answers, int32 [2, n].
+        where: int32 [2, n]. `where[0]` has the index of each answer in the `MaskMemory`, and
+            `where[1]` the row of each answer in the step.
         tokens: Function that waits for the step's tokens and returns them, int32 [rows].
     """
     try:

@@ -128,10 +128,10 @@ class MaskMessageKind(IntEnum):
 
     # The content is a `MaskJob` in JSON, or `MaskWorkerSettings` in the first message.
     BEGIN = 0
-    # The content is int32: memory indices of answers, the answers' rows in a step, and the tokens
-    # of all rows (-1 for no token).
+    # The content is three int32 arrays: the `MaskMemory` index of each answer, the row of each
+    # answer in a step, and the token of each row of the step (-1 for no token).
     TOKENS = 1
-    # The content is int32: memory indices of answers that are over.
+    # The content is int32: the `MaskMemory` index of each answer that has ended.
     END = 2
 
 
@@ -352,7 +352,8 @@ class MaskMaker:
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        # The threads that serve `_rebuild_queue` only wait while other threads compile lexers.
+        # Rebuilding a lexer takes long, but other threads do the work. The two threads of
+        # `_rebuild_queue` wait for the lexer, so that the threads of the other queues need not.
         self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):

@@ -404,11 +404,13 @@ class Matcher:
 
 @dataclass
 class MaskTiming:
-    """How many masks of a grammar to time. All answers of the grammar share this object.
+    """Counts the masks of one grammar that must still be timed.
+
+    All answers that use the grammar share this object.
 
     Attributes:
-        num_timed_masks: Number of masks whose time will still be measured. `MaskMaker` lets a
-            thread make each of these masks alone.
+        num_timed_masks: Number of further masks whose computation `MaskMaker` must time. To time a
+            mask, `MaskMaker` computes it alone in a thread, instead of in a batch.
     """
 
     num_timed_masks: int = 0
@@ -425,7 +427,7 @@ class CompiledGrammar:
         opening_tag_ids: Tokens of the specification's `opening`.
         memory: Memory of all lexers of all grammars.
         rebuild_lexer: `GrammarCompiler.rebuild_lexer`.
-        mask_timing: How many masks of the grammar to time.
+        mask_timing: Counter of the grammar's masks that must still be timed.
     """
 
     spec: StructuredOutputs

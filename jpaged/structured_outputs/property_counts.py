@@ -76,10 +76,11 @@ class PropertyCount:
                         counts if self.allows_other_names else {}
                     )
             return
-        # Yield one case for each combination `names` of `min_optional` optional names. The case
-        # requires every name in `names`. It forbids every other optional name that comes before the
-        # last of `names` in `optional_names`. An object with at least `min_optional` optional names
-        # thus matches exactly one case: `names` are the first `min_optional` names that it has.
+        # Each schema below matches the objects whose first `min_optional` optional properties are
+        # `names`, in the order of `optional_names`. An object with at least `min_optional` optional
+        # properties therefore matches exactly one schema. For example, the optional names a, b and
+        # c with `min_optional` = 2 give three schemas. The first requires a and b. The second
+        # requires a and c, and forbids b. The third requires b and c, and forbids a.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])

@@ -91,7 +91,8 @@ class _SchemaChecker:
         # Maps `id(schema)` to the schema. The ids stay unique because the dict keeps the schemas
         # alive.
         self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
-        # Target of each `$ref`, by the id of the schema that contains the `$ref`.
+        # Maps Python's `id(schema)` of each schema with a `$ref` to the schema that the `$ref`
+        # names.
         self._targets: dict[int, Any] = {}
         self._num_visits = 0
 
@@ -441,13 +442,15 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 def _intersect_counts(
     one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Combine the limits that two schemas set on the extra names of an object.
+    """Return the possible limits on the extra names of an object that matches two schemas.
 
-    Extra names are property names that `properties` does not list.
+    Extra names are property names that `properties` does not list. A schema with `anyOf` or `oneOf`
+    has one possible limit for each of its subschemas, because an object may match any of them. The
+    result combines each limit in `one` with each limit in `other`.
 
     Args:
-        one, other: The limits that each schema may set. With `anyOf` or `oneOf`, each case has its
-            own limit.
+        one: Possible limits of the first schema.
+        other: Possible limits of the second schema.
     """
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 

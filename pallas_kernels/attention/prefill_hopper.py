@@ -319,8 +319,8 @@ def _kernel(
                     # If a block is longer than a key tile, it contains several key tiles.
                     if block_size > KEY_TILE:
                         row += lax.rem(position, jnp.int32(block_size))
-                    # Past the end of a sequence, pass a row outside the pool: the copy engine then
-                    # writes zeros.
+                    # Past the end of a sequence, pass a row outside the pool: the Tensor Memory
+                    # Accelerator (TMA) then writes zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 for i, row in enumerate(rows):
@@ -389,7 +389,9 @@ def _kernel(
 
             Args:
                 scores: Products q . keys [CONSUMER_ROWS, KEY_TILE].
-                reference: For each row, the score that is subtracted before exp2 (in log2).
+                reference: For each row, the number that is subtracted from the scores before exp2.
+                    It is a running maximum (in log2), but it only changes if a score exceeds it by
+                    more than `_RESCALE_THRESHOLD_LOG2`.
                 row_sum: Partial sums of the earlier weights [CONSUMER_ROWS, _STRIP_COLUMNS].
                 shift: Position of the window's first token, minus the position of the first key.
 
@@ -421,9 +423,17 @@ def _kernel(
             )
 
         def fold(carry, step, q_stage, shift):
-            """Add weights @ values of this key tile to out; compute the next key tile's weights.
+            """Add weights @ values of key tile `step` to out; compute the next tile's weights.
 
-            Returns the next carry: (weights, reference, row sums, out).
+            Args:
+                carry: The weights of this key tile, `reference` and `row_sum` (see `softmax`), and
+                    the output, which is not yet divided by the sum of the weights.
+                step: Index of this key tile in the loader's order.
+                q_stage: Pipeline stage that holds q.
+                shift: Argument of `softmax` for the next key tile.
+
+            Returns:
+                The carry for the next key tile.
             """
             weights, reference, row_sum, out = carry
             value_stage, key_stage = stage_index(step), stage_index(step + 1)

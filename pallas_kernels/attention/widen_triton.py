@@ -51,7 +51,10 @@ class WideBlocks(NamedTuple):
 def widen_blocks(
     kv, block_tables, query_start_loc, seq_lens, *, dtype, config: WideningConfig, interpret: bool
 ) -> WideBlocks:
-    """Convert the blocks of the first sequences with query rows, up to `config.max_blocks` blocks.
+    """Convert the FP8 blocks of the first sequences of the batch.
+
+    Sequences without query rows are skipped. The function converts all blocks of a sequence or
+    none, and stops before the total exceeds `config.max_blocks`.
 
     Args:
         kv: One layer's pool in FP8.

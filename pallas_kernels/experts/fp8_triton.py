@@ -29,8 +29,12 @@ from pallas_kernels.experts.triton import (
 )
 from pallas_kernels.types import FP8_GROUP_SIZE
 
-_COLUMNS = 64  # columns per tile; the size of a block of weight scales is a multiple of this number
-_DEPTH = 64  # depth of a step; the size of a group is a multiple of this number
+# Each program computes `_COLUMNS` columns. `FP8_GROUP_SIZE` must be a multiple of `_COLUMNS`, so
+# that all columns of a program have the same scale per block of the weight.
+_COLUMNS = 64
+# Each step of the loop over the contracted axis (the depth) covers `_DEPTH` indices of this axis.
+# `FP8_GROUP_SIZE` must be a multiple of `_DEPTH`, so that a step needs one scale per row.
+_DEPTH = 64
 _PRODUCT_DTYPE = jnp.float16
 
 
@@ -189,9 +193,14 @@ def _kernel(
 
 
 def _rows_of_x(order_refs, rows, is_row, num_choices):
-    """Return the index in x of each of `rows`, which are indices of rows sorted by expert.
+    """Return, for each output row, the index of the row of x that is multiplied.
 
-    If `order_refs` is empty, x is sorted by expert too, and the function returns `rows`.
+    Args:
+        order_refs: A list with the reference to `Routing.order`, in the gated GEMM. Empty in the
+            down GEMM: the rows of x and of the output then have the same order.
+        rows: Indices of output rows, which are sorted by expert.
+        is_row: Mask of `rows`. The result is 0 for masked rows in the gated GEMM.
+        num_choices: Number of experts per token.
     """
     if not order_refs:
         return rows

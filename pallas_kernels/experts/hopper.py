@@ -13,10 +13,10 @@ product for one tile and one block of columns. Each program, one per SM, compute
 The product is transposed, as in the few-rows kernel of `gemm/hopper.py`: the weight's columns take
 the place of the rows of the tensor core, so a tile may have only 8 rows.
 
-The copy engine copies the weights. In the gated GEMM, the rows of a tile are not adjacent in x, and
-the copy engine of Hopper GPUs copies only ranges of rows. The loader's threads therefore gather
-these rows with asynchronous copies of 16 bytes. In the down GEMM, a tile is a range of rows, which
-the copy engine copies. Rows past the end of a tile may hold any numbers; they are multiplied but
+The Tensor Memory Accelerator (TMA) copies the weights. In the gated GEMM, the rows of a tile are
+not adjacent in x, and Hopper's TMA copies only ranges of rows. The loader's threads therefore
+gather these rows with asynchronous copies of 16 bytes. In the down GEMM, a tile is a range of rows,
+which the TMA copies. Rows past the end of a tile may hold any numbers; they are multiplied but
 not stored. `hopper_pipeline.py` has the loops of the loader and of the consumers. The FP8 kernel
 shares `multiply_rows` and `ProgramItems`.
 
@@ -144,8 +144,8 @@ def _expert_gemm(operands, tiles, order, *, body, weight_tiles, num_choices, dty
                 plgpu.SMEM(x_shape, x.dtype) if is_gated else _row_smem(x_shape, x.dtype),
             ),
             "weight_smem": ops.swizzled_smem((num_stages, *weight_tiles), x.dtype),
-            # `out_smem` has two views of the same memory. The consumers write tiles. The copy
-            # engine reads rows, so that any number of rows can be copied.
+            # `out_smem` has two views of the same memory. The consumers write tiles. The TMA
+            # reads rows, so that any number of rows can be copied.
             "out_smem": plgpu.RefUnion(_tile_smem(out_shape, dtype), _row_smem(out_shape, dtype)),
         },
         name=name.replace("gemm", "gated_gemm") if is_gated else name,
@@ -240,7 +240,10 @@ class ProgramItems:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the product is gated, and the rows of x are gathered."""
+        """Whether the kernel runs the gated GEMM, whose result is silu(gate) * up.
+
+        The loader of the gated GEMM gathers the rows of x. The down GEMM is not gated.
+        """
         return self.order_ref is not None
 
     @property

@@ -9,8 +9,8 @@ _TILE = 64  # number of columns per block
 _STAGE_BYTES = 128  # A pipeline stage holds this many bytes of each row and column.
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
-# If groups have scales, a tile with more rows than this needs too many registers for its sums,
-# products and scales.
+# FP8 rows may have one scale per quantization group (128 consecutive numbers of a row). A tile with
+# more rows than this then needs too many registers for its sums, products and scales.
 _MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
 # The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
@@ -110,8 +110,8 @@ def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
     """
     if not (is_hopper(gemm.device_kind) and gemm.num_cores and gemm.num_rows):
         return None
-    # The gated kernel computes addresses in x as 32-bit numbers. In the down kernel, the copy
-    # engine computes the addresses.
+    # The gated kernel computes addresses in x as 32-bit numbers. In the down kernel, the
+    # Tensor Memory Accelerator (TMA) computes the addresses.
     fits = gemm.num_factors == 1 or gemm.num_tokens * gemm.depth * gemm.itemsize < 1 << 31
     if gemm.depth * gemm.itemsize % _STAGE_BYTES or gemm.width % _TILE or not fits:
         return None

@@ -102,12 +102,15 @@ def gated_rows(multiply, routing, width, dtype, *, batch_invariant=False):
 
 
 def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
-    """Return the sum of each token's pairs, multiplied by the routing weights.
+    """Return, for each token, the weighted sum [T, width] of the results of its experts.
 
-    The products are rounded to `dtype`, and summed in float32.
+    A pair is a token and one expert that the router chose for it. `multiply` computes the result
+    row of each pair. Each result row is rounded to `dtype` and multiplied by the pair's routing
+    weight. The rows of each token are then added in float32.
 
     Args:
-        multiply: Function of an expert and of row indices that returns the products in float32.
+        multiply: Function that returns the result rows of pairs in float32. It takes an expert and
+            the positions of the pairs in the list of all pairs, which is sorted by expert.
         routing: The `Routing`.
         width: Width of the result.
         dtype: Dtype of the result.

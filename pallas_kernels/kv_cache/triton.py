@@ -213,14 +213,15 @@ def _normalize(halves, weight_ref, q_ref, eps):
     """Apply RMSNorm to each head.
 
     Args:
-        halves: The first and the second half of the heads, float32 [rows, W] each.
+        halves: The first and the second half of each head's channels, float32 [rows, W] each. A row
+            is one head of one token. W is H / 2 rounded up to a power of two.
         weight_ref: Weights of the norm [H].
         q_ref: Output array of the queries, for its dtype and head size.
         eps: Number that is added to the mean square.
 
     Returns:
-        The two halves of the normalized heads, in float32. Each value is first rounded to the dtype
-        of `q_ref`.
+        The two halves of each normalized head's channels, in float32. Each value is first rounded
+        to the dtype of `q_ref`.
     """
     squares = sum(jnp.sum(half * half, axis=1) for half in halves)
     scale = lax.rsqrt(squares / jnp.float32(q_ref.shape[1]) + jnp.float32(eps))
@@ -252,7 +253,7 @@ def _load_angles(ref, token, live):
 
 
 def _load_halves(ref, rows, live):
-    """Load the first and the second half of heads; zeros for rows where `live` is false.
+    """Load both halves of each head's channels; zeros for rows where `live` is false.
 
     Each half is [len(rows), W], where W is H / 2 rounded up to a power of two.
     """

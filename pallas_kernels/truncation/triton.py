@@ -1,22 +1,22 @@
 """Top-k and top-p in Pallas Triton: find the lowest logit that each row keeps, without a sort.
 
-Five launches narrow a bracket [low, high) around the threshold. Let the total of a threshold be the
-number of tokens at or above the threshold if the row has a top-k, else their probability. The
-target is the total that top-k or top-p asks for: the total of `low` reaches the target, the total
-of `high` does not.
+Five launches narrow a search interval [low, high) around the threshold. Let the total of a
+threshold be the number of tokens at or above the threshold if the row has a top-k, else their
+probability. The target is the total that top-k or top-p asks for: the total of `low` reaches the
+target, the total of `high` does not.
 
     narrow x 3   grid (chunk, row)
-                 sum the chunk totals of the launch before, update the bracket
-                 choose 8 trial thresholds in the bracket, store the chunk's total of each trial
+                 sum the chunk totals of the launch before, update the interval
+                 choose 8 trial thresholds in the interval, store the chunk's total of each trial
     collect      grid (chunk, row)
-                 update the bracket, pack the chunk's tokens in the bracket strip by strip
+                 update the interval, pack the chunk's tokens in the interval strip by strip
                  (if the row has a top-k: all tokens at or above low)
     settle       grid (row,)
                  bisect the packed tokens for the exact threshold, one bit of the key per round
                  if the row has a top-k and a top-p: bisect the remaining tokens again for top-p
 
 The first launch places the trials at increasing distances below the maximum. Later launches space
-the trials equally in the bracket. The bracket therefore usually holds few tokens. The tokens may
+the trials equally in the interval. The interval therefore usually holds few tokens. The tokens may
 not fit in the strips, for example because most logits are equal. The settle launch then reads the
 whole row in each round, which is slower but equally exact. A row without top-k and top-p returns
 immediately.
@@ -41,10 +41,10 @@ NUM_PASSES = 3
 # `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
-# The bracket is the interval that contains the lowest logit to keep (the threshold). In the
-# launches that narrow the bracket, a load reads the logits of `TILE` tokens.
+# The search interval contains the lowest logit to keep (the threshold). In the launches that narrow
+# the search interval, a load reads the logits of `TILE` tokens.
 TILE = 256
-# In the launch that collects the tokens in the bracket, a load reads the logits of `PACKED_TILE`
+# In the launch that collects the tokens in the interval, a load reads the logits of `PACKED_TILE`
 # tokens.
 PACKED_TILE = 512
 # In the collect launch, each of the 4 warps stores its tokens in a separate strip of memory, so
@@ -90,7 +90,7 @@ class _RowParameters(NamedTuple):
         return self.has_top_k | (self.top_p < 1.0)
 
 
-class _Bracket(NamedTuple):
+class _SearchInterval(NamedTuple):
     """Lower and upper bound of a row's threshold, as scalars.
 
     The total of a threshold is the number of tokens at or above the threshold if the row has a
@@ -124,8 +124,8 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     batch, width = logits.shape
     chunks = pl.cdiv(width, CHUNK)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    brackets, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
-    narrowed = brackets, trials, shape((batch, chunks, NUM_TRIALS))
+    intervals, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
+    narrowed = intervals, trials, shape((batch, chunks, NUM_TRIALS))
 
     def launch(kernel, name, grid, out_shape, num_warps, *arrays):
         return pl.pallas_call(
@@ -142,7 +142,7 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
         narrow = functools.partial(_narrow, step=step)
         state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
-        brackets,
+        intervals,
         shape((batch, chunks * NUM_STRIPS * STRIP_CAPACITY)),
         jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
     )
@@ -185,28 +185,28 @@ def _first_trials(row):
     return [jnp.float32(-jnp.inf), *below]
 
 
-def _later_trials(row, bracket):
+def _later_trials(row, interval):
     lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL_BITS) / row.bits_per_logit
-    start = jnp.maximum(bracket.low, lowest)
-    step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
+    start = jnp.maximum(interval.low, lowest)
+    step = (jnp.minimum(interval.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
-    # Clip the trial thresholds, because rounding or an empty bracket may put a threshold outside
-    # the bracket.
-    return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
+    # Clip the trial thresholds, because rounding or an empty interval may put a threshold outside
+    # the interval.
+    return [interval.low, *(jnp.clip(t, interval.low, interval.high) for t in inner)]
 
 
-def _load_bracket(row, refs, row_index, step):
-    """Compute the row's bracket at the start of launch `step`.
+def _load_interval(row, refs, row_index, step):
+    """Return the row's search interval at the start of launch `step`.
 
     `refs` are the outputs of the previous launch.
     """
     # The target of top-p is unknown until the first launch has summed all probabilities.
-    before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
+    before = _SearchInterval(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
     if step == 0:
         return before
-    brackets_ref, trials_ref, sums_ref = refs
+    intervals_ref, trials_ref, sums_ref = refs
     if step > 1:
-        before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+        before = _SearchInterval(*(intervals_ref[row_index, i] for i in range(4)))
     trial = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
     trials = plgpu.load(trials_ref.at[jnp.full_like(trial, row_index), trial])
     chunks = sums_ref.shape[1]
@@ -222,7 +222,7 @@ def _load_bracket(row, refs, row_index, step):
     high = jnp.minimum(before.high, jnp.min(jnp.where(reached, jnp.float32(jnp.inf), trials)))
     above = jnp.max(jnp.where(reached, before.above, totals))
     low = jnp.maximum(before.low, jnp.max(jnp.where(reached, trials, jnp.float32(-jnp.inf))))
-    return _Bracket(low, high, target, above)
+    return _SearchInterval(low, high, target, above)
 
 
 def _store_values(ref, row_index, values):
@@ -231,14 +231,14 @@ def _store_values(ref, row_index, values):
 
 
 def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
-    *state_refs, brackets_ref, trials_ref, sums_ref = refs
+    *state_refs, intervals_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _load_row_parameters(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.is_active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, step)
-        trials = _later_trials(row, bracket) if step else _first_trials(row)
+        interval = _load_interval(row, state_refs, row_index, step)
+        trials = _later_trials(row, interval) if step else _first_trials(row)
 
         def measure(has_top_k):
             def fold(turn, totals):
@@ -268,19 +268,19 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
             )
             plgpu.store(trials_ref.at[jnp.full_like(index, row_index), index], values)
             if step:
-                _store_values(brackets_ref, row_index, bracket)
+                _store_values(intervals_ref, row_index, interval)
 
 
 def _collect(logits_ref, rows_ref, top_k_ref, *refs):
-    *state_refs, brackets_ref, collected_ref, counts_ref = refs
+    *state_refs, intervals_ref, collected_ref, counts_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _load_row_parameters(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.is_active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, NUM_PASSES)
+        interval = _load_interval(row, state_refs, row_index, NUM_PASSES)
         # With a top-k, collect every token that top-k keeps, since top-p searches all these tokens.
-        high = jnp.where(row.has_top_k, jnp.float32(jnp.inf), bracket.high)
+        high = jnp.where(row.has_top_k, jnp.float32(jnp.inf), interval.high)
 
         shape = NUM_STRIPS, PACKED_TILE // NUM_STRIPS
         strip = chunk * NUM_STRIPS + lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -296,7 +296,7 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs):
         def pack(turn, counts):
             for logits, live in [load(turn, i) for i in range(LOADS_IN_FLIGHT)]:
                 # An infinite `high` means no upper bound, so keep infinite logits too.
-                wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
+                wanted = live & (logits >= interval.low) & ((logits < high) | jnp.isinf(high))
                 offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
                 fits = wanted & (offset < STRIP_CAPACITY)
                 index_in_strips = jnp.where(
@@ -311,15 +311,15 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs):
         counts = lax.fori_loop(0, CHUNK // (PACKED_TILE * LOADS_IN_FLIGHT), pack, begin)
         own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
         plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
-        pl.when(chunk == 0)(lambda: _store_values(brackets_ref, row_index, bracket))
+        pl.when(chunk == 0)(lambda: _store_values(intervals_ref, row_index, interval))
 
 
 def _settle(
-    logits_ref, rows_ref, top_k_ref, brackets_ref, collected_ref, counts_ref, threshold_ref
+    logits_ref, rows_ref, top_k_ref, intervals_ref, collected_ref, counts_ref, threshold_ref
 ):
     row_index = pl.program_id(0)
     row = _load_row_parameters(rows_ref, top_k_ref, row_index)
-    bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+    interval = _SearchInterval(*(intervals_ref[row_index, i] for i in range(4)))
     strips = counts_ref.shape[1]
     strip = jnp.arange(pl.next_power_of_2(strips), dtype=jnp.int32)
     index = jnp.full_like(strip, row_index), strip
@@ -328,7 +328,7 @@ def _settle(
     fits = jnp.max(counts) <= STRIP_CAPACITY
 
     def store(measure, base):
-        threshold_ref[row_index] = _find_threshold(row, bracket, measure, base)
+        threshold_ref[row_index] = _find_threshold(row, interval, measure, base)
 
     @pl.when(row.is_active & fits)
     def _():
@@ -344,7 +344,7 @@ def _settle(
         def measure(values):
             return jnp.sum(jnp.where(live, values(logits), jnp.float32(0)))
 
-        store(measure, bracket.above)
+        store(measure, interval.above)
 
     @pl.when(row.is_active & ~fits)
     def _():
@@ -362,7 +362,7 @@ def _settle(
         store(measure, jnp.float32(0))
 
 
-def _find_threshold(row, bracket, measure, above):
+def _find_threshold(row, interval, measure, above):
     """Return the exact threshold of a row: the lowest logit that top-k and top-p keep.
 
     If the row has a top-k, search the threshold of top-k first. If the row has a top-p, then search
@@ -370,10 +370,10 @@ def _find_threshold(row, bracket, measure, above):
 
     Args:
         row: Parameters of the row.
-        bracket: Bracket that contains the result of the first search.
+        interval: Search interval that contains the result of the first search.
         measure: Function that takes a function `values`, and returns the sum of `values(logits)`
             over the tokens that this launch reads.
-        above: Probability of the tokens above the bracket if `measure` leaves them out, else 0. It
+        above: Probability of the tokens above the interval if `measure` leaves them out, else 0. It
             is only used if the row has no top-k.
     """
 
@@ -383,14 +383,14 @@ def _find_threshold(row, bracket, measure, above):
     def count(logits):
         return jnp.ones_like(logits)
 
-    low, high = _order_key(bracket.low), _order_key(bracket.high)
+    low, high = _order_key(interval.low), _order_key(interval.high)
 
     def enough_tokens(threshold):
-        return sum_reached(threshold, count) >= bracket.target
+        return sum_reached(threshold, count) >= interval.target
 
-    # Without a top-k, the result of top-p is at least `bracket.low`, so start from there.
+    # Without a top-k, the result of top-p is at least `interval.low`, so start from there.
     top_k_threshold = lax.cond(
-        row.has_top_k, lambda: _bisect(enough_tokens, low, high), lambda: bracket.low
+        row.has_top_k, lambda: _bisect(enough_tokens, low, high), lambda: interval.low
     )
 
     def weights(logits):
@@ -402,7 +402,7 @@ def _find_threshold(row, bracket, measure, above):
 
         base = jnp.where(row.has_top_k, jnp.float32(0), above)
         target = lax.cond(
-            row.has_top_k, lambda: row.top_p * measure(weights), lambda: bracket.target
+            row.has_top_k, lambda: row.top_p * measure(weights), lambda: interval.target
         )
         # Always keep the most probable token, even if a tiny `top_p` rounds to 0 in float32.
         end = _order_key(row.max_logit) + 1

@@ -129,8 +129,8 @@ class UpdateStream:
         if index is None or self._error is not None:
             return
         self.has_started = True
-        # Do not count the last delta: a beam search sends its whole answers in the last delta, so
-        # the client could not have read them earlier.
+        # The tokens of a request's last delta do not count towards `MAX_UNREAD_TOKENS`. A beam
+        # search sends all its tokens in the last delta, so the client could not read them earlier.
         if not delta.finished:
             self._num_unread += sum(map(_delta_size, delta.deltas))
             if self._num_unread > MAX_UNREAD_TOKENS:

@@ -169,7 +169,9 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            while chunks and not chunks[0].prompt_logprobs:  # a delta without a chunk is small
+            # The request's next deltas can follow immediately if they have no prompt
+            # log-probabilities, because they are small.
+            while chunks and not chunks[0].prompt_logprobs:
                 to_send.append(chunks.popleft())
             if chunks:  # put this request at the end, so that requests take turns
                 self._chunks_by_request[request_id] = chunks

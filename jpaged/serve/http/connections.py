@@ -183,7 +183,12 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_request_timer(self) -> None:
-        """Start or stop the timer of a request, or extend it from the headers to the body."""
+        """Start, extend or cancel the timer that aborts the connection of a slow client.
+
+        The headers of a request must arrive within `HEADER_TIMEOUT_S`. Once the headers have
+        arrived, extend the timer by `limits.body_timeout` for the body. Once the whole request has
+        arrived, cancel the timer.
+        """
         state = self.conn.their_state
         is_receiving = state is h11.SEND_BODY or (
             state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
