@@ -97,8 +97,9 @@ class Islands:
         if id(weight) not in self._weights:
             raise ValueError(
                 f"{where}: {name} is computed by the function, so its split over the "
-                f"{self.num_devices} devices is unknown: pass an array of params itself, and "
-                "reshape, stack or cast it before the engine is created"
+                f"{self.num_devices} devices is unknown: pass an array of params itself, not "
+                "through jax.jit, jax.checkpoint or lax.scan, and reshape, stack or cast it before "
+                "the engine is created"
             )
         return self._weights[id(weight)][1]
 
@@ -127,8 +128,8 @@ def find_mesh(params: Any) -> Mesh | None:
     """Return the mesh of the parameters; None if every array is on a single device.
 
     Raises:
-        ValueError: The mesh has several axes with several devices, or devices of other hosts. The
-            message names an array of the mesh.
+        ValueError: The mesh has several axes with several devices, or devices that are not
+            in `jax.local_devices()`. The message names an array of the mesh.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
@@ -157,8 +158,8 @@ def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
         )
     if others := set(mesh.devices.flat) - set(jax.local_devices()):
         raise ValueError(
-            f"{name} is also on {min(others, key=str)}, a device of another process: pass arrays "
-            "on jax.local_devices(), because an engine runs in one process"
+            f"{name} is also on {min(others, key=str)}, which is not one of jax.local_devices(): "
+            "pass arrays on these devices, because an engine runs in one process"
         )
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
@@ -168,7 +169,7 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
     """Return an array of the parameters with a sharding on `mesh`, without a copy.
 
     Raises:
-        ValueError: The array is not on the mesh. The message begins with `name`.
+        ValueError: The array is not on the mesh, or is unreduced. The message begins with `name`.
     """
     sharding, remedy = leaf.sharding, "jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
     own = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -182,6 +183,11 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
         raise ValueError(
             f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
             f"other devices, or with another order of devices: pass {remedy} with one mesh"
+        )
+    if getattr(sharding.spec, "unreduced", ()):
+        raise ValueError(
+            f"{name} is unreduced ({sharding.spec}), so it is the sum of the devices' arrays: sum "
+            "them with jax.reshard before the engine is created"
         )
     wanted = axis_sharding(mesh, split_axis_of(leaf))
     if sharding == wanted:
