@@ -184,7 +184,7 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
             f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
             f"other devices, or with another order of devices: pass {remedy} with one mesh"
         )
-    if getattr(sharding.spec, "unreduced", ()):
+    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
         raise ValueError(
             f"{name} is unreduced ({sharding.spec}), so it is the sum of the devices' arrays: sum "
             "them with jax.reshard before the engine is created"

@@ -305,7 +305,7 @@ def unreduced(leaf: jax.Array, mesh: Mesh) -> jax.Array:
     """Return an array of which each device has a summand."""
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
     rows = jax.device_put(leaf, NamedSharding(explicit, PartitionSpec("model")))
-    summands = NamedSharding(explicit, PartitionSpec(unreduced={"model"}))
+    summands = NamedSharding(explicit, PartitionSpec(unreduced=frozenset({"model"})))
     return jax.jit(lambda it: jax.lax.dot(it.T, it, out_sharding=summands))(rows)
 
 
