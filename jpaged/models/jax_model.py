@@ -31,6 +31,7 @@ from jpaged.models.model_step import (
     TracedStep,
 )
 from jpaged.models.model_trace import ModelDigests, check_batch_invariance
+from jpaged.models.sharding import without_mesh
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, select_backend
 
@@ -357,7 +358,8 @@ class JaxParameters:
             for path, leaf in jax.tree.leaves_with_path(arrays)
         }
         if check_finite:
-            check_all_finite(named)
+            with without_mesh():
+                check_all_finite(named)
         leaves = tuple(jax.tree.leaves(nnx.state(JaxDecoder(self.model, self.sizes, arrays))))
         return lambda _: leaves
 
@@ -436,8 +438,8 @@ def _check_kv_heads(model: JaxModel, mesh: Mesh) -> None:
             divisors = [it for it in range(1, count) if all(k % it == 0 for k, _ in model.layers)]
             raise ValueError(
                 f"layer {index} has num_kv_heads={num_kv_heads}, which the {count} devices of "
-                f"params cannot split: use {' or '.join(map(str, divisors))} devices, or repeat "
-                "the KV heads in forward"
+                f"params cannot split: use {' or '.join(map(str, divisors))} "
+                f"{'device' if divisors == [1] else 'devices'}, or repeat the KV heads in forward"
             )
 
 
@@ -483,7 +485,10 @@ def _check_parameter(name: str, leaf: Any, device: Any, mesh: Mesh | None) -> ja
         )
     if mesh is not None:
         return place_on_mesh(name, leaf, mesh)
-    is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
+    # After `jax.device_put` from an explicit mesh to one device, the array's type still has the
+    # mesh, and JAX refuses the array outside of the mesh's context.
+    has_mesh = not jax.typeof(leaf).sharding.mesh.empty
+    is_plain = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) and not has_mesh
     return leaf if is_plain else leaf.addressable_data(0)
 
 

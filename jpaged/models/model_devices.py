@@ -107,8 +107,9 @@ class ShardRunner:
         if id(weight) not in self._weights:
             raise ValueError(
                 f"{where}: {name} is computed by the function, so its split over the "
-                f"{self.num_devices} devices is unknown: pass an array of params itself, and "
-                "reshape, stack or cast it before the engine is created"
+                f"{self.num_devices} devices is unknown: pass an array of params itself, not "
+                "through jax.jit, jax.checkpoint or lax.scan, and reshape, stack or cast it before "
+                "the engine is created"
             )
         return self._weights[id(weight)][1]
 
@@ -141,8 +142,8 @@ def find_mesh(params: Any) -> Mesh | None:
 
     Raises:
         ValueError: The parameter has no `NamedSharding`, more than one axis of its mesh is longer
-            than 1, or its mesh contains a device of another process. The message names the
-            parameter.
+            than 1, or its mesh contains a device that is not in `jax.local_devices()`. The message
+            names the parameter.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
@@ -171,8 +172,8 @@ def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
         )
     if others := set(mesh.devices.flat) - set(jax.local_devices()):
         raise ValueError(
-            f"{name} is also on {min(others, key=str)}, a device of another process: pass arrays "
-            "on jax.local_devices(), because an engine runs in one process"
+            f"{name} is also on {min(others, key=str)}, which is not one of jax.local_devices(): "
+            "pass arrays on these devices, because an engine runs in one process"
         )
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
@@ -182,7 +183,7 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
     """Return an array of the parameters with a sharding on `mesh`, without a copy.
 
     Raises:
-        ValueError: The array is not on the mesh. The message begins with `name`.
+        ValueError: The array is not on the mesh, or is unreduced. The message begins with `name`.
     """
     sharding, remedy = leaf.sharding, "jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
     own = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -196,6 +197,11 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
         raise ValueError(
             f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
             f"other devices, or with another order of devices: pass {remedy} with one mesh"
+        )
+    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
+        raise ValueError(
+            f"{name} is unreduced ({sharding.spec}), so it is the sum of the devices' arrays: sum "
+            "them with jax.reshard before the engine is created"
         )
     wanted = axis_sharding(mesh, split_axis_of(leaf))
     if sharding == wanted:

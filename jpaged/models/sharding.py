@@ -11,6 +11,7 @@ A global array is the concatenation of the devices' shards along one axis, in th
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from typing import Any
@@ -195,6 +196,15 @@ def tree_mesh(tree: Any) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Return a context in which JAX ignores the mesh that a caller has set with `jax.set_mesh`.
+
+    In the caller's context, JAX places new arrays on the caller's mesh, and refuses arrays of
+    another mesh.
+    """
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def wrap_in_shard_map(

@@ -20,6 +20,7 @@ import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, SchedulingGoal, StepPlan
 from jpaged.core.request import Request, Sequence
+from jpaged.models.sharding import without_mesh
 from jpaged.runtime.allocation_guard import reserve_fragments
 from jpaged.runtime.batch import RowTable
 from jpaged.runtime.buckets import SMALL_BATCH_SEQS, round_up
@@ -555,7 +556,8 @@ def _make_zeros(shapes: Any) -> Any:
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
         out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
     )
-    return zeros()
+    with without_mesh():
+        return zeros()
 
 
 def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, ...]:

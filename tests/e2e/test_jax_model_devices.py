@@ -2,6 +2,7 @@
 virtual CPU devices."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,24 @@ def test_memory_account_reports_the_bytes_of_one_of_the_devices():
         engine.generate(PROMPTS[:1], GREEDY)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_engine_sleeps_and_checks_new_weights_in_the_context_of_a_mesh(count: int):
+    """In this context, JAX places new arrays on the mesh, and refuses arrays of other meshes."""
+    mesh = make_mesh(2, AxisType.Explicit)
+    model, params = sharded_example("plain", mesh)
+    if count == 1:
+        params = jax.device_put(params, jax.local_devices()[0])
+    engine = make_engine(model, params)
+    before = tokens(engine.generate(PROMPTS[:1], GREEDY))
+    with jax.set_mesh(mesh):
+        engine.sleep()
+        engine.update_weights(params, check_finite=True)
+        engine.wake_up()
+        assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == before
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    check_census(engine)
+
+
 # Refusals
 
 
@@ -282,7 +301,16 @@ def reversed_mesh(leaf: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.device_put(leaf, NamedSharding(other, PartitionSpec()))
 
 
+def unreduced(leaf: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return an array of which each device has a summand."""
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    rows = jax.device_put(leaf, NamedSharding(explicit, PartitionSpec("model")))
+    summands = NamedSharding(explicit, PartitionSpec(unreduced=frozenset({"model"})))
+    return jax.jit(lambda it: jax.lax.dot(it.T, it, out_sharding=summands))(rows)
+
+
 PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
+    "unreduced": (unreduced, r"params\['embed'\] is unreduced \(.*: sum them with jax.reshard"),
     "fsdp axis": (
         on_two_axes,
         r"params\['embed'\] is on a mesh with the axes fsdp=2 and model=2, but .* without an fsdp",
@@ -320,15 +348,17 @@ def test_sharding_without_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch):
         make_engine(params=params)
 
 
-def test_mesh_with_devices_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_mesh_with_devices_that_are_not_local_is_refused(monkeypatch: pytest.MonkeyPatch):
     params = shard(tiny_params(), make_mesh(2), lambda _: None)
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"\] is also on .*1, a device of another process: pass"):
+    with pytest.raises(ValueError, match=r"\] is also on .*1, which is not one of jax.local_de"):
         make_engine(params=params)
 
 
 def test_kv_heads_that_the_devices_cannot_split_are_refused():
-    with pytest.raises(ValueError, match=r"layer 1 has num_kv_heads=1, which the 2 .* use 1 dev"):
+    with pytest.raises(
+        ValueError, match=r"layer 1 has num_kv_heads=1, which the 2 .* use 1 device,"
+    ):
         make_engine(TINY, shard(tiny_params(), make_mesh(2), lambda _: None))
     with pytest.raises(ValueError, match="count=3 does not divide num_kv_heads=4: pass a divisor"):
         JaxModelSizes(64, 64, 2, 4, 16, 128, "float32").shard(3)
@@ -347,11 +377,21 @@ def test_option_that_does_not_fit_the_devices_is_refused(options: dict[str, Any]
         make_engine(model, params, **options)
 
 
+def jitted_logits(params: Any, hidden: Any, step: Any) -> Any:
+    """Pass the table through `jax.jit`, which replaces it by another traced array."""
+    return jax.jit(step.project_vocabulary)(hidden, params["embed"])
+
+
 OPERATIONS: dict[str, tuple[Any, Callable[[str], int | None], str]] = {
     "computed weight": (
         changed(lambda step: step.project(ROWS, ROWS.T)),
         lambda _: None,
         "project: weight is computed by the function, .* pass an array of params itself",
+    ),
+    "weight of a jitted function": (
+        replace(FUSED, logits=jitted_logits),
+        lambda _: None,
+        "project_vocabulary: table is computed by the function, .* not through jax.jit, jax.check",
     ),
     "gate and up": (
         FUSED,
