@@ -95,25 +95,39 @@ print(json.dumps([[*tokens], *(events[it] for it in ("start", "cache_hits", "cac
 """
 
 
-def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
-    model, cache = tmp_path / "model", tmp_path / "cache"
-    model.mkdir()
+def start_engine(folder: Path) -> tuple[list[Any], str]:
+    """Start an engine with workers in a new process, and return what it printed and logged."""
+    model, cache = folder / "model", folder / "cache"
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(ONE_LAYER), encoding="utf-8")
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", ENGINE_START, str(cache), str(model)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-        )
-        for _ in range(2)
+    ended = subprocess.run(
+        [sys.executable, "-c", ENGINE_START, str(cache), str(model)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
-    tokens, starts, hits, misses = json.loads(first.stdout)
-    (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", first.stderr)}
+    return json.loads(ended.stdout), ended.stderr
+
+
+def check_first_start(folder: Path) -> tuple[list[int], int]:
+    """Check that workers compile all programs of a start. Return the generated tokens, and the
+    number of programs in JAX's cache."""
+    (tokens, starts, hits, misses), log = start_engine(folder)
+    (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", log)}
     assert (starts, hits) == (1, total)
-    assert "worker failed" not in first.stderr
-    assert json.loads(second.stdout) == [tokens, 0, total + misses, 0]
+    assert "worker failed" not in log
+    return tokens, total + misses
+
+
+def test_engine_finds_programs_that_workers_compiled(tmp_path: Path):
+    check_first_start(tmp_path)
+
+
+@pytest.mark.full
+def test_second_start_finds_all_programs_and_starts_no_worker(tmp_path: Path):
+    tokens, num_programs = check_first_start(tmp_path)
+    assert start_engine(tmp_path)[0] == [tokens, 0, num_programs, 0]
 
 
 def test_worker_with_another_digest_of_the_code_compiles_nothing(
