@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
     from jpaged.models.checkpoint import check_model
     from jpaged.models.jax_model import JaxModel
-    from jpaged.models.model_step import ModelOps, ModelStep
+    from jpaged.models.model_ops import ModelOps
+    from jpaged.models.model_step import ModelStep
     from jpaged.observe.pool_changes import PoolChanges, PoolWatch
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
@@ -41,7 +42,8 @@ _EXPORTS = {
     "jpaged.engine.engine": ("Engine",),
     "jpaged.models.checkpoint": ("check_model",),
     "jpaged.models.jax_model": ("JaxModel",),
-    "jpaged.models.model_step": ("ModelOps", "ModelStep"),
+    "jpaged.models.model_ops": ("ModelOps",),
+    "jpaged.models.model_step": ("ModelStep",),
     "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
     "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),

@@ -22,15 +22,14 @@ from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from jpaged.models.live_weights import WriteFunction, check_all_finite
 from jpaged.models.model_devices import ModelDevices, find_mesh, place_on_mesh, split_axis_of
-from jpaged.models.model_step import (
-    KV_DTYPES,
-    LayerHeads,
-    ModelOps,
-    ModelStep,
+from jpaged.models.model_ops import ModelOps
+from jpaged.models.model_step import KV_DTYPES, LayerHeads, ModelStep
+from jpaged.models.model_trace import (
+    ModelDigests,
     TracedOps,
     TracedStep,
+    check_batch_invariance,
 )
-from jpaged.models.model_trace import ModelDigests, check_batch_invariance
 from jpaged.models.sharding import without_mesh
 from jpaged.models.sizes import JaxModelSizes
 from pallas_kernels import Backend, LayerKV, select_backend

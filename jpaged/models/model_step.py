@@ -1,15 +1,11 @@
-"""Operations for a user's model: attention over the pool, and fused operations.
+"""Operations for a user's model that depend on the step: attention over the pool, and experts.
 
-`ModelStep` is the argument `step` of `JaxModel.forward`; `ModelOps` is the argument of `logits`.
-Their operations are the kernels of the built-in model families. `TracedStep` and `TracedOps` have
-the same operations without a pool. In a trace, each of their operations is one call whose target
-begins with `OP_PREFIX`.
+`ModelStep` is the argument `step` of `JaxModel.forward`. It also has the operations of `ModelOps`.
 """
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
@@ -17,9 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
-from jax.typing import DTypeLike
 from jaxtyping import Array
-from typing_extensions import override
 
 from jpaged.errors import format_count
 from jpaged.models.attention import (
@@ -32,32 +26,27 @@ from jpaged.models.attention import (
 from jpaged.models.experts import router_logits
 from jpaged.models.layer_calls import trace_once
 from jpaged.models.model_devices import REPLICATED, ShardRunner, Split, refuse_split
-from jpaged.models.norm import add_norm_rows, normalize_rows
-from jpaged.models.sharding import sum_in_device_order
+from jpaged.models.model_ops import (
+    ModelOps,
+    Partials,
+    as_partials,
+    check_norm,
+    static_number,
+    sum_over_devices,
+)
+from jpaged.models.norm import normalize_rows
 from pallas_kernels import (
-    Backend,
     HeadNorms,
     LayerKV,
-    batch_invariant_gated_gemm,
-    batch_invariant_gemm,
-    batch_invariant_transposed_gemm,
-    einsum,
     expert_down_gemm,
     expert_gated_gemm,
-    gated_gemm,
     route,
-    split_k_gemm,
-    sum_partials,
     write_kv,
 )
 from pallas_kernels.kv_cache.xla import rotate
 
-OP_PREFIX = "jpaged."
-"""First characters of the targets of the operations' calls in a trace."""
-
 KV_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes of queries, keys, values, hidden states and logits."""
-
 _UNROLL = (
     "call it directly in forward, with a Python int for each layer: unroll a scan over layers "
     "into a Python loop, and do not put it inside jax.jit, jax.checkpoint, jax.vmap or lax.cond"
@@ -74,253 +63,6 @@ class LayerHeads(NamedTuple):
 
     num_kv_heads: int
     head_size: int
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class Partials:
-    """Partial products whose sum is a matrix product. A later operation computes the sum.
-
-    The kernel that normalizes or rotates the product also computes the sum, which saves a kernel
-    launch.
-
-    Attributes:
-        values: Partial products [parts, T, *outputs].
-        dtype: Dtype of the product.
-    """
-
-    values: Array
-    dtype: DTypeLike
-
-    def sum(self) -> Array:
-        """Return the product [T, *outputs]."""
-        return sum_partials(self.values, self.dtype)
-
-    def tree_flatten(self):
-        """Return the array, and the dtype as static data."""
-        return (self.values,), jnp.dtype(self.dtype)
-
-    @classmethod
-    def tree_unflatten(cls, dtype, values):
-        """Rebuild the object without `__init__`: JAX may pass placeholders instead of arrays."""
-        self = object.__new__(cls)
-        vars(self).update(values=values[0], dtype=dtype)
-        return self
-
-
-def _as_partials(product: Array | Partials) -> Partials:
-    """Wrap an array as `Partials` with one partial product; return `Partials` unchanged."""
-    return product if isinstance(product, Partials) else Partials(product[None], product.dtype)
-
-
-class ModelOps:
-    """Fused operations that the functions of a user's model may call.
-
-    The operations run the kernels of the built-in model families on a GPU, and plain XLA elsewhere.
-    With the engine's option `batch_invariant`, the bits of a row do not depend on other rows.
-    Products accumulate in float32. Rows and weights must have the same dtype.
-
-    With several devices, the docstring of an operation says how its weights may be split. These
-    weights must be arrays of `params`, because the split of other arrays is unknown. If no weight
-    of an operation is split, every device computes all rows.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        batch_invariant: bool = False,
-        shard_runner: ShardRunner | None = None,
-    ):
-        self._backend, self._batch_invariant = backend, batch_invariant
-        self._shard_runner = shard_runner
-
-    def project(self, x: Array, weight: Array) -> Partials:
-        """Return the product of rows and a weight.
-
-        Args:
-            x: Rows [T, *inputs].
-            weight: Weight [*inputs, *outputs]. If it is split over devices along an axis of the
-                outputs, the product is split along this axis. If it is split along an axis of the
-                inputs, the devices' products are summed.
-
-        Returns:
-            The product. Pass it to `add_rms_norm` or `ModelStep.rope_attend`, or call its method
-            `sum` to get an array [T, *outputs].
-        """
-        if x.shape[1:] != weight.shape[: x.ndim - 1]:
-            raise ValueError(
-                f"project: weight has shape {list(weight.shape)}, but must be [*inputs, *outputs] "
-                f"with inputs = {list(x.shape[1:])}, because x has shape {list(x.shape)}"
-            )
-        split = self._product_split(x, weight)
-        return self._call("project", _project, x, weight, split=split)
-
-    def gated_project(self, x: Array, weight: Array) -> Array:
-        """Return silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the first half of a SwiGLU.
-
-        Args:
-            x: Rows [T, D].
-            weight: Gate and up projection [D, 2, F]. If it is split over devices, it must be split
-                along F, and the result is split along F.
-
-        Returns:
-            The rows [T, F] for the down projection.
-        """
-        split = None
-        if (shard_runner := self._shard_runner) is not None:
-            axis = shard_runner.weight_axis("gated_project", "weight", weight)
-            if axis not in (None, 2):
-                raise refuse_split("gated_project", "weight [D, 2, F]", axis, "split along F")
-            rows = shard_runner.split_along(None if axis is None else 1)
-            split = Split((REPLICATED, shard_runner.split_along(axis)), rows)
-        return self._call("gated_project", _gated_project, x, weight, split=split)
-
-    def project_vocabulary(self, hidden: Array, table: Array) -> Array:
-        """Return the logits hidden @ table.T in float32.
-
-        Args:
-            hidden: Hidden states [R, D].
-            table: Output head or embedding table [V, D]. If it is split over devices along V, the
-                logits are split along V. If it is split along D, the devices' logits are summed.
-        """
-        split = self._vocabulary_split(table)
-        return self._call("project_vocabulary", _project_vocabulary, hidden, table, split=split)
-
-    def rms_norm(self, x: Array, weight: Array, *, eps: SupportsFloat) -> Array:
-        """Return x / rms(x) * weight, where rms(x) is taken over the last axis. The computation is
-        in float32, and the result has x's dtype."""
-        eps = _check_norm("rms_norm", weight, x.shape[-1:], eps)
-        return self._call("rms_norm", _rms_norm, x, weight, split=self._replicated(2), eps=eps)
-
-    def add_rms_norm(
-        self,
-        hidden: Array,
-        update: Array | Partials | None,
-        weight: Array,
-        *,
-        eps: SupportsFloat,
-    ) -> tuple[Array, Array]:
-        """Add an update to the residual stream, and normalize the sum with RMSNorm.
-
-        Args:
-            hidden: Residual stream [T, D].
-            update: Update [T, D], for example the result of `project`; None for no update.
-            weight: Weight of the norm [D].
-            eps: Epsilon of the norm.
-
-        Returns:
-            The normalized rows, and the new residual stream.
-        """
-        eps = _check_norm("add_rms_norm", weight, hidden.shape[-1:], eps)
-        values = None if update is None else _as_partials(update).values
-        arrays, split = (hidden, values, weight), self._replicated(3)
-        return self._call("add_rms_norm", _add_rms_norm, *arrays, split=split, eps=eps)
-
-    def _product_split(self, x: Array, weight: Array) -> Split | None:
-        """Return how devices split `project`; None on one device."""
-        if (shard_runner := self._shard_runner) is None:
-            return None
-        axis, num_inputs = shard_runner.weight_axis("project", "weight", weight), x.ndim - 1
-        spec = shard_runner.split_along(axis)
-        if axis is None:
-            return Split((REPLICATED, spec))
-        if axis < num_inputs:
-            return Split(
-                (shard_runner.split_along(1 + axis), spec), sum_axis=shard_runner.axis_name
-            )
-        # The partials of the product are [parts, T, *outputs].
-        return Split((REPLICATED, spec), shard_runner.split_along(2 + axis - num_inputs))
-
-    def _vocabulary_split(self, table: Array) -> Split | None:
-        """Return how devices split `project_vocabulary`; None on one device."""
-        if (shard_runner := self._shard_runner) is None:
-            return None
-        axis = shard_runner.weight_axis("project_vocabulary", "table", table)
-        spec = shard_runner.split_along(axis)
-        if axis == 1:
-            return Split((shard_runner.split_along(1), spec), sum_axis=shard_runner.axis_name)
-        return Split((REPLICATED, spec), shard_runner.split_along(None if axis is None else 1))
-
-    def _replicated(self, num_arrays: int) -> Split | None:
-        """Return the split of an operation whose arrays are complete on every device."""
-        return None if self._shard_runner is None else Split((REPLICATED,) * num_arrays)
-
-    def _call(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *arrays: Any,
-        split: Split | None,
-        **options: Any,
-    ) -> Any:
-        """Run an operation with this object's backend and `batch_invariant` mode.
-
-        Args:
-            name: Name of the operation.
-            function: Function of the operation, with `arrays` and `options` as arguments.
-            arrays: Arrays, or trees of arrays.
-            split: How devices split the arrays; None on one device.
-            options: Static options.
-        """
-        mode = {"backend": self._backend, "batch_invariant": self._batch_invariant}
-        if split is None or self._shard_runner is None:
-            return function(*arrays, **options, **mode)
-        if split.sum_axis is not None:
-            options["sum_axis"] = split.sum_axis
-        return self._shard_runner.run(partial(function, **options, **mode), split, *arrays)
-
-
-def _sum_over_devices(rows: Array, axis_name: str, *, batch_invariant: bool) -> Array:
-    """Return the sum of the devices' arrays. In the batch-invariant mode, the order of the sum does
-    not depend on the number of rows."""
-    if batch_invariant:
-        return sum_in_device_order(rows, axis_name)
-    return jax.lax.psum(rows, axis_name)
-
-
-@trace_once
-def _project(x, weight, *, backend, batch_invariant, sum_axis=None):
-    outputs = weight.shape[x.ndim - 1 :]
-    rows = x.reshape(x.shape[0], -1)
-    flat = weight.reshape(rows.shape[1], -1)
-    if batch_invariant:
-        values = batch_invariant_gemm(rows, flat, backend=backend)[None]
-    else:
-        values = split_k_gemm(rows, flat, backend=backend)
-    if sum_axis is not None:
-        total = sum_partials(values, x.dtype)
-        values = _sum_over_devices(total, sum_axis, batch_invariant=batch_invariant)[None]
-    return Partials(values.reshape(*values.shape[:2], *outputs), x.dtype)
-
-
-@trace_once
-def _gated_project(x, weight, *, backend, batch_invariant):
-    gemm = batch_invariant_gated_gemm if batch_invariant else gated_gemm
-    return gemm(x, weight, backend=backend)
-
-
-@trace_once
-def _project_vocabulary(hidden, table, *, backend, batch_invariant, sum_axis=None):
-    if batch_invariant:
-        logits = batch_invariant_transposed_gemm(hidden, table, backend=backend)
-    else:
-        logits = einsum("rd,vd->rv", hidden, table, out=jnp.float32)
-    if sum_axis is None:
-        return logits
-    return _sum_over_devices(logits, sum_axis, batch_invariant=batch_invariant)
-
-
-@trace_once
-def _rms_norm(x, weight, *, eps, backend, batch_invariant):
-    return normalize_rows(x, weight, eps, batch_invariant=batch_invariant)
-
-
-@trace_once
-def _add_rms_norm(hidden, update, weight, *, eps, backend, batch_invariant):
-    return add_norm_rows(
-        hidden, update, weight, eps, backend=backend, batch_invariant=batch_invariant
-    )
 
 
 @trace_once
@@ -346,7 +88,7 @@ def _experts(
     rows = expert_down_gemm(expert_gated_gemm(x, flat, routing, **mode), down, routing, **mode)
     if sum_axis is None:
         return rows
-    return _sum_over_devices(rows, sum_axis, batch_invariant=batch_invariant)
+    return sum_over_devices(rows, sum_axis, batch_invariant=batch_invariant)
 
 
 @trace_once
@@ -508,7 +250,7 @@ class ModelStep(ModelOps):
         Raises:
             TypeError, ValueError: An argument is invalid, or the layer was attended already.
         """
-        index, product = self._check_layer("rope_attend", layer), _as_partials(qkv)
+        index, product = self._check_layer("rope_attend", layer), as_partials(qkv)
         self._check_projection(index, product.values, angles)
         options = self._attention_options("rope_attend", index, window, scale, soft_cap)
         head_norms = None if norms is None else self._check_head_norms(index, norms)
@@ -616,9 +358,9 @@ class ModelStep(ModelOps):
         where = f"{name} for layer {index}"
         default_scale = 1 / math.sqrt(self._layers[index].head_size)
         return {
-            "scale": _static_number(where, "scale", scale, float) or default_scale,
-            "soft_cap": _static_number(where, "soft_cap", soft_cap, float),
-            "sliding_window": _static_number(where, "window", window, operator.index),
+            "scale": static_number(where, "scale", scale, float) or default_scale,
+            "soft_cap": static_number(where, "soft_cap", soft_cap, float),
+            "sliding_window": static_number(where, "window", window, operator.index),
         }
 
     def _check_heads(self, index: int, q: Array, k: Array, v: Array) -> None:
@@ -671,8 +413,8 @@ class ModelStep(ModelOps):
                 "weights of the query norm, the weights of the key norm, and epsilon"
             )
         q, k, eps = norms
-        _check_norm(where, q, (head_size,), eps)
-        return HeadNorms(q, k, _check_norm(where, k, (head_size,), eps))
+        check_norm(where, q, (head_size,), eps)
+        return HeadNorms(q, k, check_norm(where, k, (head_size,), eps))
 
     def _attend(
         self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
@@ -682,10 +424,8 @@ class ModelStep(ModelOps):
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
         if (shard_runner := self._shard_runner) is None:
             return _attend(q, k, v, *layer, **mode, **options)
-        split, mode["heads"] = (
-            _attention_split(shard_runner, 0),
-            _shard_heads(shard_runner, mode["heads"]),
-        )
+        split = _attention_split(shard_runner, 0)
+        mode["heads"] = _shard_heads(shard_runner, mode["heads"])
         return shard_runner.run(partial(_attend, **mode, **options), split, q, k, v, *layer)
 
     def _rope_attend(
@@ -704,10 +444,8 @@ class ModelStep(ModelOps):
         # Each device needs the queries, keys and values of its heads, so split each of the three
         # arrays. `split_heads` sums the partials first, so that the devices exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
-        split, mode["heads"] = (
-            _attention_split(shard_runner, 2),
-            _shard_heads(shard_runner, mode["heads"]),
-        )
+        split = _attention_split(shard_runner, 2)
+        mode["heads"] = _shard_heads(shard_runner, mode["heads"])
         function = partial(_rope_attend_heads, **mode, **options)
         return shard_runner.run(function, split, *qkv_heads, angles, norms, *layer)
 
@@ -735,19 +473,6 @@ def _check_dtype(where: str, name: str, array: Any) -> None:
         raise TypeError(f"{where}: {name} is {found}: pass a JAX array of {', '.join(KV_DTYPES)}")
 
 
-def _check_norm(where: str, weight: Array, shape: tuple[int, ...], eps: Any) -> float:
-    """Check the weight and the epsilon of an RMSNorm, and return the epsilon."""
-    if jnp.shape(weight) != shape:
-        raise ValueError(
-            f"{where}: the weight of the norm has shape {list(jnp.shape(weight))}, but must have "
-            f"shape {list(shape)}: pass one number per channel"
-        )
-    number = _static_number(where, "eps", eps, float)
-    if number is None:
-        raise TypeError(f"{where}: eps=None: pass a positive number, such as 1e-6")
-    return number
-
-
 def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None:
     """Check that the weights of experts fit each other and the rows."""
     width = x.shape[-1]
@@ -762,127 +487,3 @@ def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None
                 f"experts: {name} has shape {list(array.shape)}, but must be {axes} = "
                 f"[{', '.join(map(str, wanted))}]: transpose or reshape it"
             )
-
-
-def _static_number(where: str, name: str, value: Any, convert: Callable) -> Any:
-    """Return an option as a Python number, or None if the option is None. Refuse traced values."""
-    if value is None:
-        return None
-    if isinstance(value, Tracer):
-        raise TypeError(f"{where}: {name} is a traced value: pass a Python number")
-    try:
-        number = convert(value)
-    except (TypeError, ValueError) as error:
-        kind = "an int" if convert is operator.index else "a number"
-        raise TypeError(f"{where}: {name}={value!r}: pass {kind}, or None") from error
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{where}: {name}={number}: pass a positive number, or None")
-    return number
-
-
-class TracedOps(ModelOps):
-    """Operations that appear as single calls in a trace.
-
-    The first call of an operation with given shapes also traces the operation's kernels, to check
-    the arguments.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        batch_invariant: bool = False,
-        shard_runner: ShardRunner | None = None,
-    ):
-        ModelOps.__init__(self, backend, batch_invariant=batch_invariant, shard_runner=shard_runner)
-        self._outputs: dict[Any, Any] = {}
-
-    @override
-    def _call(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *arrays: Any,
-        split: Split | None,
-        **options: Any,
-    ) -> Any:
-        run, (leaves, tree) = partial(super()._call, split=split), jax.tree.flatten(arrays)
-        shapes = tuple((it.shape, it.dtype) for it in leaves)
-        key = name, tree, shapes, split, tuple(sorted(options.items()))
-        if key not in self._outputs:
-            # In JAX 0.11.2, Mosaic GPU keeps traced references of its kernels. The check for leaked
-            # tracers would report them as arrays that the user's function keeps.
-            with jax.check_tracer_leaks(False):
-                outputs = jax.eval_shape(lambda *it: run(name, function, *it, **options), *arrays)
-            self._outputs[key] = outputs
-        return _mark_call(name, self._outputs[key], arrays, options)
-
-
-class TracedStep(TracedOps, ModelStep):
-    """A step without a pool, for tracing `forward` with a given number of tokens.
-
-    Attributes:
-        dtypes: Dtype of the keys by layer index, for the layers for which `forward` called `attend`
-            or `rope_attend`.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerHeads],
-        num_tokens: int,
-        backend: Backend = Backend.XLA,
-        *,
-        batch_invariant: bool = False,
-        shard_runner: ShardRunner | None = None,
-    ):
-        one = jnp.zeros((1,), jnp.int32)
-        slots = jnp.zeros((num_tokens,), jnp.int32)
-        attention = AttentionInputs(one[None], one, slots, None, backend)
-        mode = {"batch_invariant": batch_invariant, "shard_runner": shard_runner}
-        ModelStep.__init__(self, layers, (), attention, **mode)
-        self._outputs = {}
-        self.dtypes: dict[int, jnp.dtype] = {}
-
-    @override
-    def _attend(
-        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
-    ) -> tuple[Array, LayerKV]:
-        return self._mark_attention("attend", index, q, k.dtype, (q, k, v), options)
-
-    @override
-    def _rope_attend(
-        self,
-        index: int,
-        qkv: Partials,
-        angles: tuple[Array, Array] | None,
-        norms: HeadNorms | None,
-        options: dict[str, Any],
-    ) -> tuple[Array, LayerKV]:
-        num_heads = qkv.values.shape[2] - 2 * self._layers[index].num_kv_heads
-        shape = self._num_tokens, num_heads, qkv.values.shape[3]
-        output = jax.ShapeDtypeStruct(shape, qkv.dtype)
-        arrays, eps = (qkv.values, angles, norms and norms[:2]), norms and norms.eps
-        options = {**options, "eps": eps}
-        dtype = jnp.dtype(qkv.dtype)
-        return self._mark_attention("rope_attend", index, output, dtype, arrays, options)
-
-    def _mark_attention(
-        self, name: str, index: int, output: Any, dtype: Any, arrays: Any, options: dict[str, Any]
-    ) -> tuple[Array, LayerKV]:
-        self.dtypes[index] = dtype
-        empty = jnp.zeros((0, 1, *self._layers[index]), dtype)
-        return _mark_call(name, output, arrays, {"layer": index, **options}), LayerKV(empty, empty)
-
-
-def _mark_call(name: str, outputs: Any, arrays: Any, options: dict[str, Any]) -> Any:
-    """Add a single call for an operation to the trace, and return the call's results.
-
-    The call has the operation's options as an attribute. No code implements the call, so the trace
-    can be examined but not executed.
-    """
-    leaves, tree = jax.tree.flatten(outputs)
-    inputs, input_tree = jax.tree.flatten(arrays)
-    shapes = [jax.ShapeDtypeStruct(it.shape, it.dtype) for it in leaves]
-    call = jax.ffi.ffi_call(OP_PREFIX + name, shapes, vmap_method="broadcast_all")
-    results = call(*inputs, options=repr((sorted(options.items()), str(input_tree))))
-    return jax.tree.unflatten(tree, results)

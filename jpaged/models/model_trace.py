@@ -1,21 +1,33 @@
-"""Check a user's functions for sums that depend on the batch, and compute digests of the
-functions."""
+"""Trace a user's functions without a pool, to check them and to compute their digests.
+
+`TracedStep` and `TracedOps` have the operations of `ModelStep` and `ModelOps`. In a trace, each of
+their operations is one call whose target begins with `OP_PREFIX`. `check_batch_invariance` looks
+for sums that depend on the batch.
+"""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
+from typing_extensions import override
 
-from jpaged.models.model_step import OP_PREFIX, TracedOps, TracedStep
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.model_devices import Split
+from jpaged.models.model_ops import ModelOps, Partials
+from jpaged.models.model_step import LayerHeads, ModelStep
 from jpaged.models.sizes import JaxModelSizes
-from pallas_kernels import Backend
+from pallas_kernels import Backend, HeadNorms, LayerKV
 
 if TYPE_CHECKING:
     from jpaged.models.jax_model import JaxModel
 
+OP_PREFIX = "jpaged."
+"""First characters of the targets of the operations' calls in a trace."""
 _CONTAINERS = """
     call checkpoint closed_call cond custom_jvp_call custom_lin custom_vjp_call jit remat2 scan
     while
@@ -179,3 +191,102 @@ def _lowered_digest(function: Any, *arguments: Any) -> str:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+class TracedOps(ModelOps):
+    """Operations that appear as single calls in a trace.
+
+    The first call of an operation with given shapes also traces the operation's kernels, to check
+    the arguments.
+    """
+
+    def __init__(self, backend: Backend, **mode: Any):
+        ModelOps.__init__(self, backend, **mode)
+        self._outputs: dict[Any, Any] = {}
+
+    @override
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arrays: Any,
+        split: Split | None,
+        **options: Any,
+    ) -> Any:
+        run, (leaves, tree) = partial(super()._call, split=split), jax.tree.flatten(arrays)
+        shapes = tuple((it.shape, it.dtype) for it in leaves)
+        key = name, tree, shapes, split, tuple(sorted(options.items()))
+        if key not in self._outputs:
+            # In JAX 0.11.2, Mosaic GPU keeps traced references of its kernels. The check for leaked
+            # tracers would report them as arrays that the user's function keeps.
+            with jax.check_tracer_leaks(False):
+                outputs = jax.eval_shape(lambda *it: run(name, function, *it, **options), *arrays)
+            self._outputs[key] = outputs
+        return _mark_call(name, self._outputs[key], arrays, options)
+
+
+class TracedStep(TracedOps, ModelStep):
+    """A step without a pool, for tracing `forward` with a given number of tokens.
+
+    Attributes:
+        dtypes: Dtype of the keys by layer index, for the layers for which `forward` called `attend`
+            or `rope_attend`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerHeads],
+        num_tokens: int,
+        backend: Backend = Backend.XLA,
+        **mode: Any,
+    ):
+        one = jnp.zeros((1,), jnp.int32)
+        slots = jnp.zeros((num_tokens,), jnp.int32)
+        attention = AttentionInputs(one[None], one, slots, None, backend)
+        ModelStep.__init__(self, layers, (), attention, **mode)
+        self._outputs = {}
+        self.dtypes: dict[int, jnp.dtype] = {}
+
+    @override
+    def _attend(
+        self, index: int, q: Array, k: Array, v: Array, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        return self._mark_attention("attend", index, q, k.dtype, (q, k, v), options)
+
+    @override
+    def _rope_attend(
+        self,
+        index: int,
+        qkv: Partials,
+        angles: tuple[Array, Array] | None,
+        norms: HeadNorms | None,
+        options: dict[str, Any],
+    ) -> tuple[Array, LayerKV]:
+        num_heads = qkv.values.shape[2] - 2 * self._layers[index].num_kv_heads
+        shape = self._num_tokens, num_heads, qkv.values.shape[3]
+        output = jax.ShapeDtypeStruct(shape, qkv.dtype)
+        arrays, eps = (qkv.values, angles, norms and norms[:2]), norms and norms.eps
+        options = {**options, "eps": eps}
+        dtype = jnp.dtype(qkv.dtype)
+        return self._mark_attention("rope_attend", index, output, dtype, arrays, options)
+
+    def _mark_attention(
+        self, name: str, index: int, output: Any, dtype: Any, arrays: Any, options: dict[str, Any]
+    ) -> tuple[Array, LayerKV]:
+        self.dtypes[index] = dtype
+        empty = jnp.zeros((0, 1, *self._layers[index]), dtype)
+        return _mark_call(name, output, arrays, {"layer": index, **options}), LayerKV(empty, empty)
+
+
+def _mark_call(name: str, outputs: Any, arrays: Any, options: dict[str, Any]) -> Any:
+    """Add a single call for an operation to the trace, and return the call's results.
+
+    The call has the operation's options as an attribute. No code implements the call, so the trace
+    can be examined but not executed.
+    """
+    leaves, tree = jax.tree.flatten(outputs)
+    inputs, input_tree = jax.tree.flatten(arrays)
+    shapes = [jax.ShapeDtypeStruct(it.shape, it.dtype) for it in leaves]
+    call = jax.ffi.ffi_call(OP_PREFIX + name, shapes, vmap_method="broadcast_all")
+    results = call(*inputs, options=repr((sorted(options.items()), str(input_tree))))
+    return jax.tree.unflatten(tree, results)

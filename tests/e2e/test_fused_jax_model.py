@@ -35,7 +35,9 @@ from test_jax_model import (
 from examples import fused_jax_llama, plain_jax_llama
 from jpaged import JaxModel
 from jpaged.models.jax_model import plan_jax_model
-from jpaged.models.model_step import LayerHeads, ModelOps, TracedStep
+from jpaged.models.model_ops import ModelOps
+from jpaged.models.model_step import LayerHeads
+from jpaged.models.model_trace import TracedStep
 from pallas_kernels import Backend
 
 WIDTH, HEAD_SIZES, KV_HEADS, NUM_HEADS = 32, (8, 16), (2, 2), (4, 2)
