@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from bench.common import ALL_SHAPES
 from bench.paper.report import picture_name
 from bench.records import RESULTS
 
@@ -59,8 +60,8 @@ def model_of(row: dict) -> str:
 
 def vllm_version(row: dict) -> str:
     """Return the version of vLLM with which the reference numbers of a row were measured."""
-    is_newer = row.get("format") == "fp8" or row["model"] == "qwen3-30b-a3b"
-    return "0.26" if is_newer else "0.24"
+    is_sparse = "num_experts" in ALL_SHAPES.get(row["model"], {})
+    return "0.26" if is_sparse or row.get("format") == "fp8" else "0.24"
 
 
 def throughput() -> str:

@@ -419,8 +419,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run every compiled program twice, with padding rows as input.
 
-        On a GPU, XLA records the kernel launches of a program as a CUDA graph in the program's
-        first run. The second run uses the recorded graph.
+        Two runs are needed, because on a GPU, XLA records the kernel launches of a program in the
+        program's first run.
         """
         for _ in range(2):
             sampled: set[int] = set()
