@@ -160,7 +160,8 @@ def _check_options(
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """Return the prompt from the command line or stdin.
 
-    Return None if the user starts a conversation, or if the tools demo asks its example questions.
+    Return None if no prompt is needed: `--chat` on a terminal starts a conversation, and
+    `--tools-demo` has example questions.
     """
     prompt = args.prompt
     if args.tools_demo and (args.chat or args.stats):

@@ -14,7 +14,7 @@ from jpaged.errors import RequestError, RequestTypeError
 from jpaged.options import Options, choice, integer, number, option, switch
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
-"""Folder of the embedded model: a small trained model that ships with the package."""
+"""Folder of the bundled model: a small trained model that ships with the package."""
 
 DEFAULT_COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Default folder of compiled programs."""
@@ -103,7 +103,7 @@ class SpeculativeConfig(Options):
     def num_padded_drafts(self) -> int:
         """Number of drafts per sequence for which steps are compiled: 1, 3 or 7.
 
-        With the last token, a sequence then has a power of two of tokens in a step.
+        A step computes the last token and the drafts of each sequence: 2, 4 or 8 tokens.
         """
         return next(k for k in (1, 3, 7) if k >= self.num_speculative_tokens)
 
@@ -131,7 +131,7 @@ class SpeculativeConfig(Options):
                 raise RequestError(
                     f"speculative_config.{name}",
                     "is not supported",
-                    remedy=f"use {', '.join(known)}",
+                    remedy=f"the supported fields are {', '.join(known)}",
                 )
         try:
             return cls(**fields_by_name)
@@ -191,7 +191,7 @@ class EngineConfig(Options):
     Unless stated otherwise, None lets the engine choose a value from the model and the device.
 
     Attributes:
-        model: Local folder or Hugging Face hub id of the model; None for the embedded model.
+        model: Local folder or Hugging Face hub id of the model; None for the bundled model.
         dtype: Dtype of weights and activations. "auto" uses the dtype in config.json, or bfloat16
             (float32 on a CPU) if config.json has none.
         quantization: "fp8" quantizes the weights of the projections to FP8 (e4m3) while they are
@@ -271,7 +271,7 @@ class EngineConfig(Options):
     model: str | Path | None = option(
         None,
         metavar="FOLDER_OR_ID",
-        help="folder, or hub id such as Qwen/Qwen3-0.6B; unset: the embedded small model",
+        help="folder, or hub id such as Qwen/Qwen3-0.6B; unset: the bundled small model",
         group=_MODEL_GROUP,
     )
     dtype: str = choice("auto", DTYPES, help="dtype of weights and activations", group=_MODEL_GROUP)
@@ -465,8 +465,8 @@ class EngineConfig(Options):
             raise RequestError(
                 "swap_space",
                 (
-                    "leaves preemption_mode='swap' no memory to swap to; pass a larger value, or "
-                    "use preemption_mode='recompute'"
+                    "provides no host memory, but preemption_mode='swap' needs host memory; pass a "
+                    "larger value, or use preemption_mode='recompute'"
                 ),
                 value=f"{self.swap_space}",
             )
@@ -481,7 +481,7 @@ class EngineConfig(Options):
         if not isinstance(model, (str, Path, type(None))):
             raise RequestTypeError(
                 "model",
-                "must be a folder, a hub id, a JaxModel, or None for the embedded model",
+                "must be a folder, a hub id, a JaxModel, or None for the bundled model",
                 value=repr(model),
             )
         known = [f.name for f in fields(cls) if f.name != "model"]

@@ -26,10 +26,10 @@ class ErrorInfo:
 
     Attributes:
         path: Path of the invalid field, such as "prompt[2]"; empty if no field is invalid.
-        problem: Description of the error. The strings alternate: text, path of another field, text,
-            and so on.
+        problem: Description of the error, as strings to join. Every second string is the path of
+            another field, such as "max_tokens" in ("exceeds ", "max_tokens", " by 2").
         value: Text of the field's value; None if the message omits the value.
-        remedy: Advice to the user, in alternating strings as in `problem`; empty if `problem`
+        remedy: Advice to the user, as strings in the same way as `problem`; empty if `problem`
             includes the advice.
         kind: Kind of error, which determines the HTTP status.
         shows_path: Whether the message begins with the path.
@@ -48,7 +48,7 @@ class ErrorInfo:
 
     @property
     def command_line_text(self) -> str:
-        """The message for a command line, with the flag of the option instead of its path."""
+        """Message for a command line: "--block-size 3 ..." instead of "block_size=3 ..."."""
         is_option = self.shows_path and self.value is not None and self.path.isidentifier()
         if not is_option:
             return str(self)
@@ -61,7 +61,10 @@ class ErrorInfo:
         return f"{words}: {''.join(self.remedy)}" if self.remedy else words
 
     def with_renamed_fields(self, names: Mapping[str, str]) -> "ErrorInfo":
-        """Return a copy in which `rename_path` has replaced the paths of fields."""
+        """Return a copy of the message with other names for the fields.
+
+        `names` maps prefixes of field paths to new prefixes; see `rename_path`.
+        """
 
         def text(parts: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(
@@ -73,9 +76,14 @@ class ErrorInfo:
 
 
 def rename_path(path: str, names: Mapping[str, str]) -> str:
-    """Replace the longest prefix of `path` that is a key of `names` by the value of that key.
+    """Return the path of a renamed field.
 
-    A prefix ends before a "." or "[", or at the end of `path`.
+    For example, {"prompt": "input"} changes "prompt[2]" to "input[2]".
+
+    Args:
+        path: Path of the field.
+        names: New prefixes by old prefix. The longest old prefix that matches is replaced. A
+            prefix ends before a "." or "[", or at the end of `path`.
     """
     prefix_ends = [i for i, character in enumerate(path) if character in ".["]
     for end in (len(path), *reversed(prefix_ends)):
@@ -89,7 +97,7 @@ class RequestError(ValueError):
 
     Args:
         path, problem, value, kind, shows_path: See `ErrorInfo`.
-        remedy: Advice to the user: one string, or alternating texts and paths as in `ErrorInfo`.
+        remedy: Advice to the user: one string, or several strings as in `ErrorInfo`.
     """
 
     def __init__(
@@ -112,7 +120,10 @@ class RequestError(ValueError):
         return cls(info.path, *info.problem, **others)
 
     def with_renamed_fields(self, names: Mapping[str, str]) -> Self:
-        """Return a copy in which `rename_path` has replaced the paths of fields."""
+        """Return a copy of the error with other names for the fields.
+
+        `names` maps prefixes of field paths to new prefixes; see `rename_path`.
+        """
         return self.from_info(self.info.with_renamed_fields(names))
 
 

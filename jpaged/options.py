@@ -143,8 +143,8 @@ def number(
 
     Args:
         default: Default value. If the default is None, None is a valid value.
-        requirement: Description of the valid values that follows "a number" in errors, as in "of
-            seconds above 0". Empty: derived from the bounds.
+        requirement: Description of the valid values, such as "of seconds above 0". Error messages
+            print the description after the words "a number". Empty: derived from the bounds.
         low: Lowest valid number; None for no bound.
         above: Bound that a valid number must exceed; None for no bound.
         high: Highest valid number; None for no bound.
@@ -166,7 +166,10 @@ def number(
 
 
 def _describe_range(low: float | None, above: float | None, high: float | None) -> str:
-    """Return the bounds in words that follow "a number", as in "at least 0"."""
+    """Return a description of the bounds, such as "at least 0".
+
+    Error messages print the description after the words "a number".
+    """
     if high is None:
         least = "that is finite" if low is None else f"at least {low}"
         return least if above is None else f"above {above}"
@@ -246,9 +249,11 @@ class CommandLine(argparse.ArgumentParser):
     def _unknown_option(self, args: Sequence[str]) -> str | None:
         """Return the first argument that looks like an option but is unknown, or None.
 
-        argparse alone would read the value after an unknown option as a positional argument. After
-        an option that needs a value, this method skips one argument, which may be a secret. If that
-        argument looks like an option, argparse reports the missing value without the argument.
+        Call this before argparse, which would treat the value after an unknown option as a
+        positional argument.
+
+        The argument after an option that needs a value is never returned. It may be a secret, such
+        as an API key that begins with "-", and the caller prints the result.
         """
         needs_value = False
         for argument in args:
@@ -281,7 +286,9 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     exclude: Collection[str] = (),
 ) -> None:
-    """Add a flag to a parser for every option with a help text.
+    """Add command-line flags for options to a parser.
+
+    An option receives a flag only if the option has a help text.
 
     Args:
         parser: Parser that receives the flags, under the headings of their groups.
@@ -421,7 +428,8 @@ def check_float(
     Args:
         name: Name of the option or field, for errors.
         value: Value to check.
-        requirement: Description of the valid values that follows "a number" in errors.
+        requirement: Description of the valid values, such as "above 0". Error messages print the
+            description after the words "a number".
         low: Lowest valid number; None for no bound.
         above: Bound that a valid number must exceed; None for no bound.
         high: Highest valid number; None for no bound.

@@ -130,10 +130,10 @@ class CompletionScore:
 class TextDelta:
     """New text and tokens of an answer since its previous delta; `Engine.stream` yields deltas.
 
-    Joined in order, the deltas' texts are the final `CompletionOutput.text` of the answer, and
-    their tokens the final `token_ids`. `print(delta, end="")` prints the text. A delta may have
-    tokens without text, because an incomplete character and a possible start of a stop string are
-    held back.
+    The texts of all deltas, joined in order, are the answer's final `CompletionOutput.text`. The
+    tokens of all deltas are the answer's final `token_ids`. `print(delta, end="")` prints the text.
+    A delta may have tokens without text, because an incomplete character and a possible start of a
+    stop string are held back.
 
     Attributes:
         text: New text.
@@ -187,7 +187,7 @@ class RequestDelta:
         request_id: Id of the request.
         deltas: New output, at most one delta per answer. A beam search, and a request with
             `best_of` above `n`, returns whole answers in its last delta, best first.
-        finished: Whether all answers are complete. No delta of the request follows.
+        finished: Whether all answers are complete. If true, this delta is the request's last.
         prompt_logprobs: As in `RequestOutput`. Set once, in the delta of the first output token or
             earlier.
         num_cached_tokens: As in `RequestOutput`.

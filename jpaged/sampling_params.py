@@ -322,7 +322,8 @@ class SamplingParams(Options, group="how tokens are chosen"):
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether the caller, a ranking or a beam search needs the tokens' log-probabilities."""
+        """Whether the engine must compute log-probabilities of the tokens, to return them to the
+        caller or to rank samples or beams."""
         return self.logprobs is not None or self.ranks_by_logprobs
 
     @property
@@ -383,8 +384,9 @@ class SamplingParams(Options, group="how tokens are chosen"):
         if self.is_ranked and self.logprobs is not None and logprobs_mode.endswith("logits"):
             raise RequestError(
                 "logprobs",
-                f"cannot be combined with best_of={self.best_of}: logprobs_mode={logprobs_mode!r} "
-                "of this engine reports logits, and log-probabilities rank the answers",
+                f"cannot be combined with best_of={self.best_of} and "
+                f"logprobs_mode={logprobs_mode!r}, because best_of ranks the answers by "
+                "log-probabilities",
                 value=f"{self.logprobs}",
                 remedy="omit logprobs or best_of, or create the engine with "
                 "logprobs_mode='raw_logprobs'",
@@ -400,7 +402,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
                 "min_tokens",
                 f"is more than max_model_len={limit}",
                 value=f"{self.min_tokens}",
-                remedy="lower it",
+                remedy="lower min_tokens",
             )
 
     @property
@@ -556,19 +558,22 @@ class SamplingParams(Options, group="how tokens are chosen"):
             )
 
     def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
-        """Raise RequestError if `max_logprobs` next tokens per beam are too few for a beam search.
+        """Raise RequestError if the engine returns too few next tokens per beam for a beam search.
 
-        An exact search needs `BeamSearch.num_candidates` next tokens per beam.
+        The engine returns the `max_logprobs` most probable next tokens of each beam. A beam search
+        is exact only if at least `beam_width` of these tokens continue the output. In the worst
+        case, the returned tokens include every token that ends the output.
         """
         num_endings = len(self.ending_ids(eos_token_ids))
         limit = max_logprobs - num_endings
         if (self.beam_width or 0) > limit:
-            remedy = "lower beam_width" if self.ignore_eos else "lower it, or set ignore_eos=True"
+            remedy = "lower beam_width" + ("" if self.ignore_eos else ", or set ignore_eos=True")
             raise RequestError(
                 "beam_width",
                 (
-                    f"is more than {limit}, because the beams and the {num_endings} end and stop "
-                    f"tokens together may be at most {max_logprobs}"
+                    f"is more than {limit}. The search needs {self.beam_width} next tokens that "
+                    f"continue a beam, but the engine returns only {max_logprobs} next tokens per "
+                    f"beam, and {num_endings} of the returned tokens may end the output"
                 ),
                 value=f"{self.beam_width}",
                 remedy=remedy,

@@ -50,8 +50,8 @@ def check_pool(kv, name="kv"):
     """Check the shapes, dtypes and block size of a KV pool.
 
     Returns:
-        A dict of the sizes P, S, K and H. H is the head size, which is twice the last axis of an
-        FP8 pool.
+        A dict with the number of blocks P, the block size S, the number of KV heads K, and the head
+        size H. The last axis of an FP8 pool has H / 2 elements.
 
     Raises:
         ValueError: The shapes differ, the block size is out of range, or the head size is 0.

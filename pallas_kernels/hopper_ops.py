@@ -151,7 +151,7 @@ def run_inline(body, *arguments, arg_types):
 
 
 def _thread_values(given, arg_types):
-    """Return the arguments of an `inline_mgpu` body as `run_inline` converts them."""
+    """Convert the arguments of an `inline_mgpu` body. See `run_inline` for the conversions."""
     values = []
     for value, arg_type in zip(given, arg_types, strict=True):
         convert = pointer if isinstance(arg_type, plgpu.RefType) else thread_elements

@@ -213,7 +213,7 @@ class Steps:
         return self.pipeline.num_steps
 
     def locate(self):
-        """Return the location of the tile."""
+        """Return the location of this tile in the output, such as the first row and column."""
         return self.pipeline.locate(self.tile_index)
 
     def number(self, step):
@@ -252,8 +252,11 @@ class Steps:
                 self.wait(stage)
                 for accumulator, factors in zip(sums, operands(stage), strict=True):
                     plgpu.wgmma(accumulator, *factors)
-                plgpu.wgmma_wait(num_sums)  # The products of the previous step are then complete.
-                # The index of the stage of step - 1. The sum is never negative, as `rem` requires.
+                # Wait until the products of the previous step are complete. The products of this
+                # step may still run.
+                plgpu.wgmma_wait(num_sums)
+                # Release the previous step's stage. Add (number of stages - 1) to the step instead
+                # of subtracting 1, because `rem` needs a number that is not negative.
                 previous = self.stage_index(step + (self.pipeline.ring.full.shape[0] - 1))
                 pl.when(step > 0)(lambda: self.release(previous))
 
@@ -273,9 +276,10 @@ def tiles_of_program(program, num_programs, num_tiles):
 
 
 def snake_tile(grid, program, num_programs, index):
-    """Return the row and the column in the grid of a program's tile.
+    """Return the position (row, column) of a program's tile number `index`, counted in tiles.
 
-    Concurrent programs get neighbouring tiles, so that most reads hit the L2 cache.
+    `grid` is the number of tiles along the rows and along the columns of the output. Concurrent
+    programs get neighbouring tiles, so that most reads hit the L2 cache.
     """
     tile = program + index * num_programs
     return plgpu.planar_snake(tile, grid, 0, _SNAKE_TILE_WIDTH)
@@ -291,21 +295,24 @@ def apply_activation(sums):
 
 
 def write_transposed(result, smem):
-    """Round the sums of a consumer, and write their transpose to shared memory."""
+    """Convert the result of a consumer warpgroup to the dtype of `smem`, and write the transpose of
+    the result to `smem`."""
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     smem.transpose((1, 0))[...] = result.astype(smem.dtype)
     plgpu.commit_smem()
 
 
 def store_row_tiles(results, out_smem, out_ref, consumer, rows, column):
-    """Round the sums of a consumer of a many-rows kernel, and start to store them.
+    """Convert the results of a consumer warpgroup to the output's dtype, and start to copy the
+    results to the output.
 
     Args:
-        results: Sums of neighbouring blocks of `TILE_COLUMNS` columns.
-        out_smem: Shared memory [consumers, chunks, rows, columns of a chunk].
+        results: Float32 blocks [rows, `TILE_COLUMNS`], which are neighbours in the output.
+        out_smem: Shared memory [consumers, chunks, rows, columns per chunk]. The chunks of a block
+            are copied one after another.
         out_ref: The output.
-        consumer: Index of the consumer.
-        rows: Slice of the output's rows that the consumer computes.
+        consumer: Index of the consumer warpgroup.
+        rows: Slice of the output's rows that the consumer warpgroup computes.
         column: First column of the tile in the output.
     """
     _, num_chunks, _, width = out_smem.shape

@@ -48,7 +48,11 @@ def num_cores(backend):
 
 
 def _target_device(backend):
-    """Return the GPU to compile for: the abstract mesh's device if there is one, else the first."""
+    """Return the GPU to compile for; None unless the backend is `Backend.TRITON`.
+
+    The GPU is the device of JAX's current abstract mesh. If no abstract device is set, the GPU is
+    `jax.devices()[0]`.
+    """
     if backend is not Backend.TRITON:
         return None
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

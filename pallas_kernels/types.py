@@ -180,7 +180,8 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-# Epsilon stays a Python number when the norms are an argument of a function of `jax.jit`.
+# `eps` is not a leaf of the pytree, so a jitted function gets `eps` as a Python number, not as a
+# tracer.
 register_pytree_node(
     HeadNorms,
     lambda norms: ((norms.q, norms.k), norms.eps),

@@ -31,7 +31,7 @@ install_import_hook(TYPED, "beartype.beartype")
 
 import pytest  # noqa: E402
 
-import jpaged  # noqa: E402  does not import JAX until an engine is created
+import jpaged  # noqa: E402  jpaged imports JAX only when an engine is created
 
 MAX_KEPT_ENGINES = 8
 """Maximum number of engines that are kept for other tests. XLA crashes at Linux's limit of 65,530
@@ -140,7 +140,10 @@ def _processor_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Enable XLA's optimizations for tests on a GPU only, also in processes that a test starts."""
+    """Disable most of XLA's optimizations, except for tests that run on a GPU.
+
+    An environment variable applies the same setting to processes that the test starts.
+    """
     item.stash[_STARTED] = _processor_seconds()
     on_gpu = item.get_closest_marker("gpu") is not None
     jax: Any = sys.modules.get("jax")

@@ -62,7 +62,10 @@ def _as_param(value: Any) -> Any:
 
 
 def _tuples(combination: Sequence[int], strength: int) -> set[tuple[tuple[int, int], ...]]:
-    """Return all tuples of `strength` options of a combination, each as (option, value) indices."""
+    """Return each pair of values in `combination`, or each single value if `strength` is 1.
+
+    A value is represented by two numbers: the index of the option, and the index of the value.
+    """
     return set(itertools.combinations(enumerate(combination), min(strength, len(combination))))
 
 

@@ -71,7 +71,8 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _scales(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return random scales as the file stores them, and an array with the scale of each number."""
+    """Return the FP8 scales of a weight as the checkpoint stores them, and the scales broadcast to
+    the shape of the weight."""
     if kind == "tensor":
         scale = np.abs(weight).max().reshape(1) / np.float32(448)
         return scale, np.broadcast_to(scale[None], weight.shape)

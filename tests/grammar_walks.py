@@ -23,7 +23,11 @@ def matcher_of(spec: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
 
 
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
-    """Return the token ids that the next mask allows. Raise the error if the answer has failed."""
+    """Return the ids of the tokens that the grammar allows next.
+
+    Raises:
+        GrammarError: The grammar has failed, or allows no token.
+    """
     masks = np.zeros((1, -(-size // 32)), np.int32)
     if (error := matcher.fill_mask(masks, 0)) is not None:
         raise error

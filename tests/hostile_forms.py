@@ -50,5 +50,5 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def with_schema(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a grammar that consists of the JSON schema in `spec`."""
+    """Return a spec with a grammar that embeds the JSON schema of `spec`."""
     return {"grammar": f"start:%json {json.dumps(spec['json'], separators=(',', ':'))}"}

@@ -5,12 +5,16 @@ from jpaged.observe.pool_changes import TableChange
 
 
 class PoolReplica:
-    """The state of a pool, updated by each `PoolChanges`.
+    """State of a block pool, rebuilt from successive `PoolChanges`.
 
     Attributes:
-        counts, hashes: Reference count and hash of each block that has changed.
-        tables, computed, sequences: Block table, computed tokens and last change by sequence id.
-        swap_entries, pinned, tokens: The last reported values.
+        counts, hashes: Reference count and hash by block id, for each block that has changed.
+        tables: Block table by sequence id.
+        computed: Number of computed tokens by sequence id.
+        sequences: Last `TableChange` by sequence id.
+        swap_entries: Request id and number of blocks of each swap entry.
+        pinned: Ids of all pinned blocks.
+        tokens: Token ids by block id.
     """
 
     def __init__(self):

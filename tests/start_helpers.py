@@ -26,7 +26,10 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Start:
-    """State of an engine of the embedded model before its programs are compiled by two workers.
+    """An engine start that has reached the compilation of the engine's programs.
+
+    Two worker processes compile the programs. The engine serves the small model in jpaged's
+    package.
 
     Args:
         cache: Folder for compiled programs.
@@ -50,7 +53,7 @@ class Start:
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
-    """Return the sorted names of the programs that the recipes compile."""
+    """Return the sorted program names. A `Recipe` describes one program to compile."""
     return sorted(repr(recipe.name) for recipe in made)
 
 

@@ -173,7 +173,7 @@ def test_prompt_alone_prints_only_the_answer(capsys: pytest.CaptureFixture[str])
     assert engine.options == {"verbose": False, "max_num_seqs": 8}  # stderr is no terminal
 
 
-def test_terminal_shows_progress_and_the_first_answer_names_next_commands(
+def test_terminal_run_shows_progress_and_the_first_run_suggests_other_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -282,7 +282,7 @@ def test_stats_option_prints_tokens_blocks_and_speed(capsys: pytest.CaptureFixtu
     assert err.endswith("        1 +\n")
 
 
-def test_stats_option_prints_singular_nouns_after_one(
+def test_stats_option_prints_a_singular_noun_if_the_number_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     stats = FakeEngine.stats
@@ -367,7 +367,7 @@ def test_serve_starts_the_server(
     assert not FakeEngine.made
 
 
-def test_serve_without_a_model_serves_the_embedded_model(served: list[Flags]):
+def test_serve_without_a_model_serves_the_model_in_the_package(served: list[Flags]):
     assert main(["serve"]) == 0
     assert "model" not in served[0].engine
     assert served[0].serve.model_names == ("jpaged-tiny",)
@@ -379,7 +379,7 @@ def test_serve_with_two_models_is_refused(served: list[Flags], capsys: pytest.Ca
     assert not served
 
 
-def test_word_serve_after_two_dashes_is_a_prompt(served: list[Flags]):
+def test_command_name_after_a_double_dash_is_a_prompt(served: list[Flags]):
     assert main(["--", "serve"]) == 0
     assert FakeEngine.made[0].prompts == ["serve"]
     assert not served
@@ -445,7 +445,7 @@ def test_missing_prompt_error_shows_an_example(
 
 
 @pytest.mark.parametrize(("piece", "out"), [(0, ""), (1, "Hé\n")])
-def test_engine_error_is_one_line_after_the_text_so_far(
+def test_engine_error_prints_one_line_and_keeps_the_partial_answer(
     piece: int, out: str, capsys: pytest.CaptureFixture[str]
 ):
     FakeEngine.script = raise_at(piece, ValueError("does\n  not fit"))
@@ -520,7 +520,7 @@ def test_second_ctrl_c_stops_immediately(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "Hé\n"
 
 
-def test_main_answers_outside_the_main_thread(capsys: pytest.CaptureFixture[str]):
+def test_function_main_can_run_outside_the_main_thread(capsys: pytest.CaptureFixture[str]):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(main, ["Hi"]).result() == 0
     assert capsys.readouterr() == ("Héllo wörld\n", "")

@@ -115,7 +115,7 @@ def test_default_limits_depend_on_the_device():
         ("cpu", 1e6, {"num_scheduler_steps": 3}, 3),
     ],
 )
-def test_small_models_on_a_gpu_run_bursts_of_steps(
+def test_small_models_on_a_gpu_use_multi_step_decode_by_default(
     platform: str, weights: float, options: dict, expected: int
 ):
     defaults = platform_defaults(SimpleNamespace(platform=platform), int(weights))
@@ -144,11 +144,11 @@ def test_contradicting_limits_are_refused(num_blocks: int, options: dict, messag
 def test_contradicting_options_are_refused_before_limits_are_known():
     with pytest.raises(ValueError, match="num_blocks or kv_cache_memory_bytes, not both"):
         EngineConfig(num_blocks=10, kv_cache_memory_bytes=10)
-    with pytest.raises(ValueError, match="swap_space=0 leaves preemption_mode='swap' no memory"):
+    with pytest.raises(ValueError, match="swap_space=0 provides no host memory"):
         EngineConfig(preemption_mode="swap", swap_space=0)
 
 
-def test_default_limits_fit_the_pool_and_the_given_limits():
+def test_unset_limits_fit_the_kv_pool_and_the_limits_that_the_user_sets():
     assert resolved(11).max_model_len == 160
     assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
     assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
@@ -166,7 +166,7 @@ def test_number_of_host_blocks_is_limited_by_swap_space_and_pool(
     assert with_swap(resolved(20), config, 16 * 2**20).num_host_blocks == expected
 
 
-def test_swap_space_must_hold_a_block_unless_mode_is_auto():
+def test_swap_space_must_hold_a_block_if_preemption_mode_is_swap():
     config = EngineConfig(preemption_mode="swap", swap_space=1e-6)
     with pytest.raises(ValueError, match="swap_space=1e-06 GiB does not hold a block of 4,096"):
         with_swap(resolved(), config, 4096)

@@ -32,7 +32,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, **options: Any) -> str:
-    """Check that creating an engine fails quickly with little memory. Return the error message."""
+    """Return the error message of an engine start. Check that the failed start took little time and
+    memory."""
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ValueError) as caught:
         Engine(folder, compilation_cache_dir=None, **options)
@@ -54,7 +55,7 @@ def test_error_for_a_huge_size_names_its_config_field(folder: Path, field: str, 
     assert f"{field}={CHANGES[field][field]} " in refusal(folder, load_format=load_format)
 
 
-def test_error_for_a_size_that_differs_from_the_checkpoint_names_it(folder: Path):
+def test_error_names_the_config_size_that_differs_from_the_checkpoint(folder: Path):
     change(folder, num_hidden_layers=1000)
     assert "num_hidden_layers=1000, but the checkpoint has" in refusal(folder)
     change(folder, num_hidden_layers=6, vocab_size=2**23)
@@ -81,7 +82,9 @@ def test_fifo_in_the_folder_is_refused(folder: Path, name: str):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]"])
-def test_error_for_a_file_that_is_no_json_object_names_it(folder: Path, name: str, content: str):
+def test_error_names_the_config_file_that_does_not_contain_a_json_object(
+    folder: Path, name: str, content: str
+):
     (folder / name).write_text(content)
     assert f"/{name} " in refusal(folder)
 

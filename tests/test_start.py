@@ -47,7 +47,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def fail_load(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
-    """Let loading a model call `before` and then raise `LoadingError`."""
+    """Replace `ModelPlan.load` by a function that calls `before` and raises `LoadingError`."""
 
     def load(*_: Any, **__: Any) -> None:
         before()
@@ -104,7 +104,7 @@ def test_unsupported_head_size_is_refused_before_the_model_loads(
 
 
 class Gpu:
-    """The fields of a GPU that a start reads before the model loads."""
+    """A fake GPU with the fields that the engine reads before it loads the model."""
 
     platform, device_kind = "gpu", "NVIDIA GPU"
 

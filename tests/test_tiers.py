@@ -17,7 +17,7 @@ def _in_default_tier(params) -> list[tuple]:
     return [each.values for each in params if not any(mark.name == "full" for mark in each.marks)]
 
 
-def test_covering_set_has_every_pair_and_the_full_tier_every_combination():
+def test_default_tier_runs_all_pairs_of_values_and_full_tier_runs_all_combinations():
     axes = (range(4), "abc", (True, False), range(3))
     params = covering(*axes)
     assert [each.values for each in params] == list(itertools.product(*axes))
@@ -28,7 +28,9 @@ def test_covering_set_has_every_pair_and_the_full_tier_every_combination():
         assert pairs == set(itertools.product(axes[first], axes[second]))
 
 
-def test_covering_set_of_strength_one_has_every_value_and_each_combination_to_keep():
+def test_covering_set_of_strength_one_contains_every_value_of_each_option():
+    """The covering set has the combinations of option values that the default tier runs. The set
+    also has each combination for which `keep` returns True."""
     params = covering(
         range(3), "ab", strength=1, keep=lambda number, letter: (number, letter) == (0, "b")
     )
@@ -38,7 +40,7 @@ def test_covering_set_of_strength_one_has_every_value_and_each_combination_to_ke
     assert [{each[axis] for each in small} for axis in range(2)] == [{0, 1, 2}, {"a", "b"}]
 
 
-def test_covering_set_keeps_marks_and_ids():
+def test_combined_parameters_keep_the_pytest_marks_and_ids_of_their_values():
     gpu = pytest.param("triton", id="on-gpu", marks=pytest.mark.gpu)
     params = covering([gpu], [pytest.param(1, id="one")])
     assert (params[0].id, [mark.name for mark in params[0].marks]) == ("on-gpu-one", ["gpu"])
@@ -106,7 +108,7 @@ def test_slow_but_full(): busy()
 """
 
 
-def test_default_tier_test_above_the_cpu_time_limit_fails_in_ci(run_pytest):
+def test_ci_reports_an_error_if_a_default_tier_test_exceeds_the_cpu_time_limit(run_pytest):
     report = run_pytest(SLOW, "--tier", "full", ci=True)
     assert "1 error" in report or "1 failed" in report
     assert "test_slow used" in report

@@ -134,7 +134,7 @@ def test_calculator_refuses_everything_but_arithmetic(expression: str, what: str
         calculate(expression)
 
 
-def test_dashboard_offers_the_same_calculator():
+def test_dashboard_and_tools_demo_define_the_same_calculator_tool():
     static = Path(jpaged.__file__).parent / "serve" / "dashboard" / "static"
     script = (static / "tools.js").read_text(encoding="utf-8")
     found = re.search(r"const CALCULATOR = ({.*?^});", script, re.DOTALL | re.MULTILINE)
@@ -193,7 +193,7 @@ def test_model_calls_the_calculator_and_answers_with_its_result(
     assert not engine.params.skip_special_tokens
 
 
-def test_demo_handles_reasoning_several_calls_and_malformed_calls(
+def test_demo_handles_reasoning_and_multiple_or_malformed_tool_calls(
     engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
 ):
     calls = f"<think>\nTwo.\n</think>\n\n{call_of('1 + 1')}\n{call_of('1 / 0')}"

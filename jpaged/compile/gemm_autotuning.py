@@ -336,7 +336,7 @@ def read_record(path: Path) -> GemmRecord:
 
 
 def gemm_record_path(device: Any) -> Path:
-    """Return the path of the record for a device, which may not exist.
+    """Return the path of the recorded GEMM measurements for a device. The file may not exist.
 
     The path contains the versions of jaxlib and cuBLAS: XLA stores the number of a cuBLAS
     algorithm, and the same number may mean another algorithm in another version.

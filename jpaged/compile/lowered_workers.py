@@ -93,10 +93,10 @@ class LoweredPool:
         self._start_lock, self._closed = threading.Lock(), False
         # Indices of the workers that have ended.
         self._ended: set[int] = set()
-        # True after `_assign` could not store a program that calls the user's functions. Another
-        # thread of the engine's process then traces this program, which calls the functions. To
-        # store a program, `_assign` would call them too, and two threads must not do so at the same
-        # time. Therefore, the other thread also gets all later programs that call the functions.
+        # Whether `_assign` has failed to store a program that calls the user's functions. A thread
+        # of `ProgramBuilder` then traces that program, which runs the user's functions. Two threads
+        # must not run the user's functions at the same time. Therefore, `_assign` leaves later
+        # programs that call the user's functions to the thread too.
         self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":

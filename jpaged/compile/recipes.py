@@ -128,7 +128,11 @@ class Recipe:
         return replace(self._with_global_shapes(mesh), out_shardings=shardings)
 
     def _with_global_shapes(self, mesh: Mesh) -> "Recipe":
-        """Return this recipe with a sharding of each argument, and with the options for a mesh."""
+        """Return a copy of this recipe for global arrays on a mesh.
+
+        Arguments without a sharding become replicated arrays. The copy has the compiler options
+        `SYNCHRONOUS_COLLECTIVES` in addition to the recipe's options.
+        """
 
         def with_sharding(it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return global_shape_struct(mesh, it, None) if it.sharding is None else it
@@ -144,7 +148,7 @@ class Recipe:
         return jax.jit(self.function, donate_argnames=self.donate, **more)
 
     def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
-        """Trace the step, and return the exported program, which can be stored.
+        """Trace the step function, and return the exported program, which can be stored.
 
         Args:
             platforms: Platforms to lower for; None for the platform of the local device.
@@ -158,7 +162,7 @@ class Recipe:
         """Lower the program.
 
         Args:
-            exported: Exported program of this recipe; None to trace the step.
+            exported: Result of the method `exported`; None to trace the recipe's step function.
         """
         jitted_step = self.jitted_step if exported is None else self.step_from_export(exported)
         return jitted_step.lower(*self.arguments, **self.keywords)
@@ -167,7 +171,7 @@ class Recipe:
         """Lower and compile the program, with the recipe's compiler options.
 
         Args:
-            exported: Exported program of this recipe; None to trace the step.
+            exported: Result of the method `exported`; None to trace the recipe's step function.
         """
         return self.lower(exported).compile(dict(self.options))
 

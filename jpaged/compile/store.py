@@ -119,7 +119,7 @@ class ProgramStore:
                 excess -= stat.st_size
 
     def path(self, key: str) -> Path:
-        """Return the path of the file for `key`, which may not exist."""
+        """Return the path of the file for `key`. The file may not exist yet."""
         return self._folder / _digest(self._common_digest, key).hex()
 
     def _read(self, key: str) -> bytes | None:
@@ -175,9 +175,9 @@ def traced_modules() -> list[str]:
 def jax_settings() -> dict[str, Any]:
     """Return the values of JAX's settings in this thread, by name.
 
-    The result contains neither the settings of caches nor the options of JAX's device client.
-    Programs do not depend on these values, with one exception: the client option for the fraction
-    of device memory. Digests of programs cover this option through the result of
+    The result leaves out the settings of caches and the options of JAX's device client. Programs do
+    not depend on the settings that are left out, with one exception: the client option for the
+    fraction of device memory. Digests of programs cover this option through the result of
     `device_memory_bytes`.
     """
     values = jax.config.values.items()
@@ -205,8 +205,9 @@ def _describe_environment(device: Any) -> str:
     }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    # The number of cores matters because some kernels launch one thread block per core. A shared
-    # device may have fewer cores than other devices of its kind.
+    # `core_count` is the number of streaming multiprocessors (SMs) of a GPU. Programs depend on the
+    # number, because some kernels launch one thread block per SM. A shared GPU may have fewer SMs
+    # than other GPUs of the same kind.
     cores = getattr(device, "core_count", None)
     chip = (
         client.platform,
@@ -342,9 +343,10 @@ def open_program_store(
 ) -> ProgramStore | None:
     """Return the store of an engine's lowered programs.
 
-    The name of a stored file is a digest. It covers the code of jpaged's models, and the functions
-    of a user's `JaxModel` (`Recipe.digest`). The digest covers no other model code, so the programs
-    of a model class that is defined outside `jpaged` are not stored.
+    The name of a stored file is a digest. The digest covers the code of the model classes in
+    `jpaged`, and the functions that a user passes to `JaxModel` (`Recipe.digest`). The digest does
+    not cover a model class that is defined outside `jpaged`, so the programs of this class are not
+    stored.
 
     Args:
         cache: The engine's `compilation_cache_dir`.

@@ -108,8 +108,9 @@ def select_worker_recipes(
     """Return the programs that one worker compiles. The programs are distributed so that all
     workers take about equally long.
 
-    Programs that share kernels form a group, such as all sampling levels of one batch size. Each
-    group goes to the worker with the lowest total of estimated compile times.
+    Programs that share kernels form a group, such as the programs of one batch size that differ in
+    their sampling features. Each group goes to the worker with the lowest total of estimated
+    compile times.
 
     First, the function assigns the groups that do not depend on the size of the KV pool. Their
     assignment is thus the same before and after that size is known. Then the function assigns the

@@ -40,12 +40,12 @@ class SchedulerConfig:
 
 
 class Admission:
-    """Decides whether the first waiting request may join the batch, and caches refusals.
+    """Decides whether the first waiting request may join the batch.
 
-    After a refusal, the same request stays first in the queue, because no request overtakes it. The
-    request can fit later only if a block is freed or its cached prefix becomes longer. Therefore,
-    the object stores the last refusal. Another check of the request only looks up the block after
-    the cached prefix, unless a block was freed in the meantime.
+    A request that does not fit stays first in the queue, because no request overtakes another. The
+    request can fit later only if a block is freed or the request's cached prefix becomes longer.
+    The object therefore stores a negative result. If no block was freed since, the next check of
+    the same request only looks up whether one more block of its prefix is cached.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # The last refusal of `find_fit`. The refusal holds until a value in `_refused_state`
-        # changes. The first two values are the request's first sequence and number of live
-        # sequences. The others are the number of blocks that must stay free, and the number of
-        # blocks freed so far. `_refused_prefix` is the cached prefix of the first sequence at the
-        # refusal.
+        # State of the last call of `find_fit` that found too few blocks. The method returns None
+        # again until a value in `_refused_state` changes or the cached prefix becomes longer. The
+        # first two values are the request's first sequence and number of live sequences. The others
+        # are the number of blocks that must stay free, and the number of blocks freed so far.
+        # `_refused_prefix` is the cached prefix of the first sequence.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
         # State of the last call of `would_fit_after_preemption` that found too few blocks. The
@@ -120,13 +120,15 @@ class Admission:
     ) -> bool:
         """Return whether a waiting request would fit if all `victims` were preempted.
 
-        The other running requests must also have enough blocks for the next step. The last refusal
-        is stored: until a sequence or a pin releases a block, another call for the same request
-        costs one prefix-cache lookup. A block that a victim allocates between two calls does not
-        change the result, because preempting the victim frees that block.
+        The free blocks must also suffice for the next step of the other running requests.
+
+        If too few blocks would be free for `request` alone, the method stores the result False.
+        Later calls for the same request then cost one prefix-cache lookup each, until a sequence or
+        a pinned prefix releases a block. Blocks that `victims` allocate between two calls do not
+        change the result, because preemption frees these blocks too.
 
         Args:
-            request: Waiting request that `find_fit` refused.
+            request: Waiting request for which `find_fit` returned None.
             victims: Running requests to preempt.
             token_budget: Maximum number of tokens that the next step computes.
         """
@@ -144,8 +146,10 @@ class Admission:
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # `freed_blocks` may include blocks of the request's cached prefix, which victims hold now.
-        # The request takes such a block, so count the block as needed too.
+        # `freed_blocks` may include blocks of the waiting request's cached prefix. These blocks
+        # become free when the victims are preempted, and the request takes them from the free
+        # blocks. `measure_fit` counts a prefix block as needed only if no sequence holds the block
+        # now. So add the number of prefix blocks in `freed_blocks`.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed
@@ -314,11 +318,12 @@ def check_pin_fits(
 
 
 def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
-    """Return the maximum number of blocks that the request can need, without pinned blocks.
+    """Return the maximum number of blocks that the request may need.
 
-    The last token of a sequence is never an input of the model, so it needs no slot. The sequences
-    of a group always share the full blocks of the prompt. Each sample computes the last prompt
-    token for itself, so samples do not share a block that this token completes.
+    Pinned blocks that the request shares are not counted. The last token of a sequence is never an
+    input of the model, so it needs no slot. The sequences of a group share the full blocks of the
+    prompt. Samples do not share the block of the last prompt token, because each sample computes
+    this token itself.
     """
     first = request.live_sequences[0]
     each = manager.num_blocks_for(max_num_tokens - 1)

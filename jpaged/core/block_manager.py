@@ -50,7 +50,7 @@ class BlockManager:
     """Allocates to each sequence exactly the blocks that its computed tokens need.
 
     With speculative decoding, a sequence may hold more blocks. `reserve` adds blocks for drafts,
-    and `trim` frees the blocks that no step in flight may write.
+    and `trim` frees the added blocks that hold no token and that no step in flight may write.
 
     Token `i` of a sequence lies in slot `i % block_size` of block `block_table[i // block_size]`.
     New tokens start at `sequence.num_computed_tokens`, which the caller advances after `append`.
@@ -187,8 +187,8 @@ class BlockManager:
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
         """Give the sequence writable slots for its next `num_tokens` tokens.
 
-        If other sequences share the partly filled last block, a copy of the block replaces it in
-        this block table (copy on write).
+        If other sequences share the sequence's partly filled last block, allocate a copy. In the
+        sequence's block table, the copy replaces the shared block (copy on write).
 
         Raises:
             OutOfBlocksError: Too few blocks are free; no block has been allocated.
@@ -235,10 +235,11 @@ class BlockManager:
         child.last_cache_entry_id = parent.last_cache_entry_id
 
     def trim(self, sequence: Sequence) -> None:
-        """Free the blocks after the last token that steps in flight may compute.
+        """Free the unused blocks at the end of a sequence's block table.
 
-        A sequence has such blocks after its drafts were rejected, or after the sequence was removed
-        from a step.
+        A block is unused if it holds no computed token and no step in flight may write to it.
+        Blocks become unused when the device rejects drafts, or when the scheduler removes the
+        sequence from a step.
         """
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens + sequence.num_pending_drafts)
@@ -402,9 +403,9 @@ class BlockManager:
             num_held = len(sequence.host_block_table)
         has_enough = num_held == needed
         if self.has_reservations:
-            # With speculative decoding, a sequence may hold fewer blocks than its planned tokens
-            # need while a step is in flight. If earlier steps accept so many drafts that all slots
-            # are full, the step computes no token for the sequence.
+            # With speculative decoding, `num_computed_tokens` counts one token per step in flight.
+            # The sequence may have no slot for this token, because accepted drafts may have filled
+            # its last slots. The step in flight then computes no token for the sequence.
             has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
         is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(

@@ -82,7 +82,7 @@ def pending_work(request: Request, token_budget: int) -> list[tuple[Sequence, in
         known = len(sequence.token_ids)
         # Pending tokens will be sampled by steps in flight. For a normal request, the next step can
         # compute their KV before the host has read them. A beam, in contrast, gets its next token
-        # only when the host has read the step.
+        # only after the host has read the candidates of all beams.
         if request.beam is None:
             known += sequence.num_pending_tokens
             if known >= request.max_num_tokens:

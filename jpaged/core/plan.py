@@ -34,7 +34,8 @@ This is faster than calling the class, for tuples that a step creates by the hun
 """
 
 RowFork = tuple[Sequence, Sequence]
-"""(parent, child) sequences. The device row of the child starts as a copy of the parent's row."""
+"""(parent, child) sequences. The child gets a row of the device's batch state, which starts as a
+copy of the parent's row."""
 
 
 class SwapOut(NamedTuple):
@@ -158,7 +159,7 @@ class StepPlan:
 
     @property
     def has_block_moves(self) -> bool:
-        """Whether the plan copies blocks, or creates, reads or drops swap entries."""
+        """Whether the plan contains copies of blocks, or drops swap entries."""
         return bool(
             self.block_copies or self.dropped_swap_entry_ids or self.swap_outs or self.swap_ins
         )
@@ -185,12 +186,13 @@ class EmittedToken(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """Results of reading one step.
+    """Result of `Scheduler.update`: how the sampled tokens of one step changed the requests.
 
     Attributes:
         emitted_tokens: Sampled tokens of sequences that are not beams.
-        advanced_beam_requests: Requests whose beam search took a step.
-        failed: Requests that ended with an error, and the errors.
+        advanced_beam_requests: Requests whose beams were extended by one token, or whose beam
+            search ended.
+        failed: Requests that ended with an error, each with the error.
     """
 
     emitted_tokens: list[EmittedToken]

@@ -94,9 +94,9 @@ class SwapEntry:
 class Sequence:
     """Tokens of one sequence, and the blocks that hold their keys and values.
 
-    The host reads sampled tokens later than the device computes them. Therefore,
-    `num_computed_tokens` also counts tokens of steps in flight, which are planned or launched, but
-    not read yet.
+    The host reads sampled tokens later than the device computes them. A step is in flight if it is
+    planned or launched, but the host has not read the step's sampled tokens yet.
+    `num_computed_tokens` also counts the tokens of steps in flight.
 
     Attributes:
         seq_id: Id that is unique among unfinished sequences.
@@ -108,14 +108,15 @@ class Sequence:
         finish_reason: Reason why the sequence ended; None before that.
         num_computed_tokens: Number of tokens whose KV is computed, including steps in flight. With
             speculative decoding, one token counts per step in flight. The number is corrected when
-            the step is read.
+            the host reads the step's sampled tokens.
         num_pending_tokens: Number of tokens that steps in flight sample, without accepted drafts.
         num_pending_drafts: Maximum number of drafts that steps in flight may accept. 0 without
             speculative decoding.
         num_in_flight_steps: Number of steps in flight that compute the sequence.
         num_admitted_tokens: Number of tokens in `token_ids` when the sequence last joined the
             batch. Steps that start at a later position are decode steps.
-        has_row: Whether the sequence has a device row, or will have one with the next plan.
+        has_row: Whether the sequence has a row in the device's batch state, or gets a row with the
+            next plan.
         block_table: Ids of the sequence's blocks, in the order of its tokens.
         host_block_table: While swapped out: index in the swap entry for each block.
         cache_salt: Sequences share cached prefixes only if their salts are equal.

@@ -59,10 +59,10 @@ class Scheduler:
     Among requests of one priority, all running requests arrived before all waiting requests.
 
     With speculative decoding, a step returns up to `1 + num_drafts` tokens per sequence, or none.
-    Until the scheduler has read a step, it assumes that the step returned the lowest possible
-    number of tokens. The device knows the actual number, and stops a sequence at the sequence's
-    limit (`StepPlan.limits`). The scheduler reserves blocks for drafts only while no request waits
-    for blocks.
+    The scheduler assumes the lowest possible number of tokens until `update` receives the step's
+    tokens. The device knows the actual number, and stops a sequence at the sequence's limit
+    (`StepPlan.limits`). The scheduler reserves blocks for drafts only while no request waits for
+    blocks.
 
     Attributes:
         config: Limits of the scheduler.
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def num_in_flight_steps(self) -> int:
-        """Number of planned steps that are not read yet."""
+        """Number of planned steps whose sampled tokens `update` has not received yet."""
         return self._num_planned - self._num_updated
 
     @property
@@ -243,14 +243,16 @@ class Scheduler:
         return plan
 
     def postpone_rows(self, plan: StepPlan, rows: Iterable[int]) -> StepPlan:
-        """Remove decode rows from the last plan. A later step computes their tokens instead.
+        """Postpone the tokens of some decode rows of the last plan to a later step.
 
         Args:
-            plan: The last plan. All plans before it must have been read.
-            rows: Indices in `plan.scheduled`, only of requests that have a single sequence.
+            plan: Plan that `schedule` returned last. No earlier step may be in flight.
+            rows: Indices of the rows in `plan.scheduled`. The request of each row must have a
+                single sequence.
 
         Returns:
-            The plan to pass to `update`, in which these rows compute and sample nothing.
+            A plan in which these rows compute and sample no token. Pass this plan to `update`
+            instead of `plan`.
         """
         scheduled = list(plan.scheduled)
         for i in rows:
@@ -275,7 +277,7 @@ class Scheduler:
         `StepUpdate.failed` lists such requests.
 
         Args:
-            plan: The oldest plan that is not read yet.
+            plan: The oldest plan that has not been passed to `update` yet.
             sampled_token_ids: int [rows]; sampled token of each sequence in `plan.scheduled`.
                 Ignored for rows that do not sample and for sequences that have ended. For a verify
                 step, int [rows, 1 + plan.num_drafts]: the tokens of a row, followed by `REJECTED`
@@ -284,7 +286,7 @@ class Scheduler:
                 sampled for a beam search.
 
         Raises:
-            ValueError: An older plan must be read first, or an array has the wrong shape.
+            ValueError: An older plan must be passed first, or an array has the wrong shape.
             IntegrityError: An error of a request left an inconsistent state.
         """
         self._check_update(plan, sampled_token_ids)
@@ -338,10 +340,11 @@ class Scheduler:
         return StepUpdate(emitted, advanced_beam_requests, failed)
 
     def _check_update(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """Check that `plan` is the oldest unread plan, and that the sampled tokens fit the plan.
+        """Check the arguments of `update`.
 
         Raises:
-            ValueError: The plan is out of order, or `sampled_token_ids` has the wrong shape.
+            ValueError: An older plan must be passed first, or `sampled_token_ids` has the wrong
+                shape.
         """
         if not self._num_updated == plan.step_id < self._num_planned:
             raise ValueError(
@@ -357,10 +360,10 @@ class Scheduler:
             )
 
     def append_accepted(self, plan: StepPlan, token_ids: np.ndarray) -> StepUpdate:
-        """Append the tokens of one draft position of the verify step that `update` has read last.
+        """Append the tokens of one draft position of a verify step.
 
         Args:
-            plan: Plan of the verify step.
+            plan: Plan of the verify step, which was the last plan passed to `update`.
             token_ids: int [rows]; a column of the array that `update` received. The columns must
                 be passed in order.
 
@@ -376,7 +379,8 @@ class Scheduler:
                 if token_id == NO_TOKEN:
                     raise NoTokenError(sequence.num_output_tokens)
                 self.block_manager.register_full_blocks(sequence, len(sequence.token_ids))
-                if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
+                # If the sequence was preempted, `num_computed_tokens` is 0 and must stay 0.
+                if sequence.num_computed_tokens:
                     sequence.num_computed_tokens += 1
                 emitted.append(self._append_token(sequence.request, sequence, token_id))
             except Exception as error:
@@ -423,30 +427,31 @@ class Scheduler:
         """Check that the weights may be replaced now.
 
         After an update, no request can share the pinned blocks, because the old weights computed
-        the KV in these blocks. An unfinished request could then need more blocks than the pool has.
+        the KV in these blocks. The blocks that are not pinned may be too few for an unfinished
+        request.
 
         Raises:
             ValueError: A prefix is pinned while a request is unfinished.
         """
         if (num_pins := len(self.block_manager.pins)) and self.has_unfinished_requests:
             raise ValueError(
-                "the weights cannot be replaced, because the engine has "
+                "the weights cannot be replaced while the engine has "
                 f"{format_count(num_pins, 'pinned prefix', 'pinned prefixes')} and unfinished "
-                "requests: unpin the prefixes, or finish the requests. After the update, no "
-                "request could share the pinned blocks, so the other blocks could be too few"
+                "requests: unpin the prefixes, or finish the requests. With new weights, the "
+                "requests cannot use the pinned blocks and may not fit in the rest of the pool"
             )
 
     def end_sharing(self) -> None:
-        """Clear the prefix cache, so that later requests share no KV that was computed before.
+        """Clear the prefix cache. Later requests cannot share KV that was computed before.
 
-        Pinned blocks stay allocated. All planned steps must have been read.
+        Pinned blocks stay allocated. Call this only when no step is in flight.
         """
         self.block_manager.end_sharing(self.sequences.by_id.values())
 
     def drop_kv(self) -> None:
         """Free the KV of all unfinished requests, on the device and in host memory.
 
-        The requests compute their tokens again later. All planned steps must have been read.
+        The requests compute their tokens again later. Call this only when no step is in flight.
         """
         while self.running:
             self._preempt_last(may_swap=False)
@@ -844,9 +849,10 @@ class Scheduler:
             self._fail_request(request, error)
 
     def _fail_without_tokens(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> None:
-        """End with an error each request for which the step sampled no token.
+        """Fail the requests for which the step could not sample a token (`NO_TOKEN`).
 
-        Call this before `register_full_blocks`, to keep their blocks out of the prefix cache.
+        Call this before `register_full_blocks`, so that the prefix cache does not get the blocks of
+        the failed requests.
         """
         for index in np.flatnonzero(sampled_token_ids == NO_TOKEN).tolist():
             sequence, _, _, is_sampled, _ = plan.scheduled[index]
@@ -855,7 +861,7 @@ class Scheduler:
 
 
 def _settle(sequence: Sequence, num_tokens: int) -> None:
-    """Correct `num_computed_tokens` and `num_pending_tokens` after the host has read a step.
+    """Correct a sequence's token counts once the number of sampled tokens is known.
 
     Args:
         sequence: Sequence that the step computed.
@@ -863,5 +869,6 @@ def _settle(sequence: Sequence, num_tokens: int) -> None:
             later step computes the sequence's last token again.
     """
     sequence.num_pending_tokens -= 1
-    if sequence.num_computed_tokens:  # a preempted sequence keeps 0 computed tokens
+    # If the sequence was preempted, `num_computed_tokens` is 0 and must stay 0.
+    if sequence.num_computed_tokens:
         sequence.num_computed_tokens += num_tokens - 1

@@ -105,7 +105,9 @@ class RequestQueue:
 
 
 class SequenceTable:
-    """Table of sequences. It also collects the device-row changes that the next plan must contain.
+    """Table of sequences, and the device-row changes that the next `StepPlan` must contain.
+
+    A device row is the state of one running sequence on the device, such as its block table.
 
     Attributes:
         by_id: All sequences by id.
@@ -129,18 +131,21 @@ class SequenceTable:
         return [sequence for sequence in self.by_id.values() if sequence.request is request]
 
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
-        """Let the next plan copy the parent's device row to the child, if the parent has one."""
+        """Schedule a copy of each parent's device row to a new device row for the child.
+
+        The next `StepPlan` contains the copies. A parent without a device row is skipped.
+        """
         for parent, child in forks:
             if parent.has_row:
                 self._row_forks[child.seq_id] = parent, child
                 child.has_row = True
 
     def release_row(self, sequence: Sequence) -> None:
-        """Let the next plan free the device row of a sequence, if the sequence has a row.
+        """Schedule the release of a sequence's device row for the next `StepPlan`.
 
-        A fork of the row is pending if no plan contains the fork yet. The method cancels all
-        pending forks of the row. The child sequences then join the batch like new sequences, with
-        their whole block tables.
+        Copies of the row that `fork_rows` has scheduled for the same plan are cancelled. The child
+        sequences then join the batch like new sequences, with their whole block tables. A sequence
+        without a device row is ignored.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:
@@ -189,7 +194,8 @@ class SequenceTable:
 
         Args:
             unfinished_requests: Running and waiting requests.
-            num_in_flight_steps: Number of planned steps that are not read yet.
+            num_in_flight_steps: Number of planned steps whose sampled tokens the host has not read
+                yet.
 
         Raises:
             IntegrityError: A sequence is missing or superfluous, or its numbers of tokens are
@@ -232,8 +238,8 @@ def check_queues(
         running: Requests in the batch.
         waiting: Requests that are not in the batch.
         speculates: Whether speculative decoding is on. A step then returns several tokens if drafts
-            are accepted, so a request may reach its `max_num_tokens` before its last step in flight
-            is read. That step returns no token, but still counts as one pending token. Therefore
+            are accepted, so a request may reach its `max_num_tokens` while another step is in
+            flight. That step returns no token, but still counts as one pending token. Therefore
             only tokens that the host has read are compared with `max_num_tokens`.
 
     Raises:

@@ -26,13 +26,13 @@ to the maximum. A trial without any accepted draft then takes less than 3 % of t
 
 
 class Speculation:
-    """Chooses between plain steps and verify steps, and counts drafts.
+    """Chooses whether the next decode step verifies drafts, and counts the drafts.
 
     Args:
         num_drafts: Maximum number of drafts per row in a verify step.
-        costs: Pairs (number of rows, cost), in ascending order: the time of a verify step of at
-            most that many rows, as a multiple of the time of a plain step. Batches with more rows
-            than the last pair never verify drafts.
+        costs: Pairs (number of rows, cost), in ascending order. A cost is the time of a verify step
+            of at most that many rows, divided by the time of a step without drafts. Batches with
+            more rows than the last pair never verify drafts.
 
     Attributes:
         num_drafts: Maximum number of drafts per row in a verify step.

@@ -82,7 +82,7 @@ class PreemptionPolicy:
 
 
 class SwapSpace:
-    """Bookkeeping of swap entries in host memory, and of the transfers for the next plan.
+    """Bookkeeping of swap entries in host memory, and of the copies for the next `StepPlan`.
 
     Attributes:
         policy: Options of preemption.
@@ -100,7 +100,7 @@ class SwapSpace:
 
     @property
     def has_swap_ins(self) -> bool:
-        """Whether the next plan copies a swapped-out group back to the device."""
+        """Whether the next `StepPlan` has copies of a swapped-out group back to the device."""
         return bool(self._swap_ins)
 
     def pop_swap_changes(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
@@ -131,9 +131,10 @@ class SwapSpace:
         return policy.costs.swap_cost(num_blocks) < recompute_cost
 
     def swap_out(self, request: Request) -> None:
-        """Free the group's blocks, and let the next plan copy them to a new swap entry.
+        """Free a group's blocks, and schedule copies of the blocks to a new swap entry.
 
-        The plan copies blocks to the host before any step writes to them.
+        The next `StepPlan` contains the copies. The device executes the copies before a later step
+        can overwrite the freed blocks.
         """
         entries = {block_id: entry for entry, block_id in enumerate(_group_block_ids(request))}
         for sequence in request.live_sequences:
@@ -178,9 +179,10 @@ class SwapSpace:
         return GroupFit(hits, num_needed + num_copies)
 
     def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
-        """Allocate blocks for a swapped-out group. The next plan copies the swap entry to them.
+        """Allocate blocks for a swapped-out group, and schedule copies from host memory.
 
-        The new blocks are shared between the group's sequences as the old blocks were.
+        The next `StepPlan` contains the copies. Sequences that shared a block before the swap-out
+        share the new block, too.
 
         Args:
             request: Request of the group.
@@ -213,7 +215,7 @@ class SwapSpace:
         swap_entry_id = self._remove_entry(request)
         left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
         if len(left) == len(self._swap_outs):
-            # An earlier plan creates the swap entry, so the next plan must drop it.
+            # An earlier plan contains the swap-out. The next plan must therefore drop the entry.
             self._dropped.append(swap_entry_id)
         self._swap_outs = left
 

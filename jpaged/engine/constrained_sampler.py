@@ -67,8 +67,8 @@ class ConstrainedSampler:
 
     Attributes:
         compiling: Requests that wait until their grammars are compiled, in order of arrival.
-        unread_step: The step that was sampled with masks and whose tokens are not read yet; None if
-            there is no such step.
+        unread_step: Step that was sampled with masks, and whose tokens the engine loop has not
+            received yet; None if there is no such step.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ConstrainedSampler:
         self._scheduler, self._runner, self._requests = scheduler, runner, requests
         self._is_overlapped = mode is LoopMode.OVERLAPPED
         self._wait_budget = WaitBudget()
-        # Answers whose grammars became complete, or failed, with the tokens of the step that
-        # `await_mask_worker` waited for. The next call of `find_ended` uses and clears this set.
+        # Answers that end with a token of the last step, because the grammar is complete or has
+        # failed. `await_mask_worker` sets this set, and `find_ended` uses and clears the set.
         self._ended_answers = set[Answer]()
 
     def pop_compiled(self, *, may_wait: bool) -> list[RequestState]:
@@ -107,15 +107,17 @@ class ConstrainedSampler:
     def sample(
         self, step: UnsampledStep, device_wait_s: float, goal: SchedulingGoal
     ) -> tuple[StepHandle, list[RequestFault], list[Sequence]]:
-        """Sample a step with the masks of its grammars, and ask the mask worker for the masks of
-        the next tokens.
+        """Launch the sampling of a step, with a mask of the allowed tokens for each grammar.
+
+        The masks come from the mask worker, which is a separate process. Also request the masks of
+        the next tokens from the mask worker.
 
         Args:
-            step: The step to sample. The layers of the step must be launched, and all earlier steps
-                must be read.
+            step: The step to sample. The layers of the step must be launched, and the host must
+                have received the tokens of all earlier steps.
             device_wait_s: Seconds that the host has just waited for the device.
             goal: With `SchedulingGoal.THROUGHPUT`, a step may wait longer for a busy mask worker,
-                even if some of its rows have no grammar.
+                even if some rows of the step have no grammar.
 
         Returns:
             The handle of the launched step; the requests that fail, each with its error; and the
@@ -152,17 +154,17 @@ class ConstrainedSampler:
         return handle, [*faults, *handle.faults], completed
 
     def await_mask_worker(self) -> None:
-        """Wait until the mask worker has received the tokens of `unread_step`. The engine loop
-        calls this method while it reads that step.
+        """Wait until the mask worker has received the sampled tokens of `unread_step`.
 
-        If the mask worker does not respond, the wait ends after a limited time.
+        The engine loop calls this method when the loop itself has received these tokens. If the
+        mask worker does not respond, the wait ends after a limited time.
 
         The caller must delay a Ctrl-C (`defer_interrupts`) during this call.
         """
         self.unread_step, self._ended_answers = None, self._mask_client.await_tokens_received()
 
     def find_ended(self, emitted: Iterable[EmittedToken]) -> set[Sequence]:
-        """Return the sequences of `emitted` whose answers end with the token that was just read.
+        """Return the sequences of `emitted` whose answers end with the emitted token.
 
         An answer ends when its grammar is complete, or when its grammar fails.
         """
@@ -223,13 +225,14 @@ class ConstrainedSampler:
             return not cannot_skip
         # On a busy machine, the mask worker may be late only because it got no CPU time.
         is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
-        # Rows without a grammar wait for a busy worker only if the goal is throughput.
+        # If the step also has rows without a grammar, a busy mask worker may delay these rows only
+        # if the goal is throughput.
         is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
         return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 
     def _can_skip(self, step: UnsampledStep, row: int) -> bool:
-        """Return whether a row can skip the step, so that a later step computes the row's token
-        again.
+        """Return whether a row can skip the sampling of this step. A later step then computes the
+        row again, and samples the token.
 
         The row must decode exactly one token, and its sequence must be the only unfinished sequence
         of the request. The request must not adjust logits with penalties, biases or forbidden
@@ -280,8 +283,8 @@ class WaitBudget:
         """Return whether the step has used up the time that it may wait for late masks.
 
         Args:
-            late_fraction: Fraction of the step's rows whose masks are late and whose grammars are
-                not slow (`AnswerState.HEAVY`), 0 to 1.
+            late_fraction: Fraction of the step's rows whose masks are late, 0 to 1. Rows with slow
+                grammars (`AnswerState.HEAVY`) do not count as late.
             has_unconstrained_rows: Whether the step contains rows without a grammar.
         """
         if late_fraction > _MAX_LATE_FRACTION:
@@ -290,10 +293,10 @@ class WaitBudget:
         return time.perf_counter() - self._wait_start >= seconds
 
     def end_wait(self) -> None:
-        """End the wait of a step, and measure the duration of the step.
+        """Record that a step has stopped waiting for masks, and measure the duration of a step.
 
-        The duration excludes waits: it is the time from the end of the previous wait to the
-        beginning of this wait.
+        The duration is the time from the end of the previous step's wait to the start of this
+        step's wait. It thus includes no wait for masks.
         """
         now = time.perf_counter()
         # The duration of a step limits the next wait. If the duration included the wait, each wait

@@ -65,10 +65,10 @@ class Engine:
     of JAX.
 
     Args:
-        model: Local folder, Hugging Face hub id, `JaxModel`, or None for the embedded model.
+        model: Local folder, Hugging Face hub id, `JaxModel`, or None for the bundled model.
         params: Parameters of a `JaxModel`, a pytree of JAX arrays on the first local device, or on
-            a mesh of local devices with one axis of several devices. The engine uses the arrays
-            without a copy: do not donate them.
+            a mesh of local devices in which only one axis is longer than 1. The engine uses the
+            arrays without a copy: do not donate them.
         tokenizer: Tokenizer of a `JaxModel`: a folder, or a tokenizer of transformers. None for
             token ids only.
         **options: Other fields of `EngineConfig`, by name.
@@ -182,13 +182,14 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether a request is unfinished, a step is unread, or an output is undelivered."""
+        """Whether a request is unfinished, a step is in flight, or an output awaits delivery."""
         return self._loop.has_work or bool(self._loop.undelivered)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step is unread. Outputs that are not delivered yet
-        do not count as work.
+        """Whether a request is unfinished or a step is in flight.
+
+        Unlike `has_unfinished_requests`, this property ignores outputs that await delivery.
         """
         return self._loop.has_work
 
@@ -197,8 +198,9 @@ class Engine:
 
         Returns:
             Outputs of the requests from `add_request` that received tokens or ended since the last
-            call. A beam search has an output only when the search ends. The list is empty if the
-            call only filled the pipeline of the overlapped loop, or if the engine is paused.
+            call. A beam search has an output only when the search ends. The list may be empty. For
+            example, the first call of the overlapped loop only launches a step. The second call
+            then returns the tokens of that first step.
 
         Raises:
             RuntimeError: This step or an earlier step failed, or a parameter of a `JaxModel` was
@@ -331,8 +333,8 @@ class Engine:
         """Run requests until all have ended, and return their outputs in the order of `states`.
 
         If one request is refused, no request starts. An error or a Ctrl-C aborts all requests. Each
-        output is created when its request ends: in the overlapped loop, the device computes the
-        steps of other requests during detokenizing.
+        output is created as soon as its request ends. In the overlapped loop, the device computes
+        the next step of other requests while the host creates the output.
 
         Args:
             states: Requests to run, not queued yet.
@@ -411,20 +413,20 @@ class Engine:
         return [scores[state] for state in states]
 
     def _split_into_runs(self, groups: list[list[RequestState]]) -> Iterator[list[RequestState]]:
-        """Split requests into lists, so that most requests hit the prefix cache if the caller runs
-        one list at a time, in this order.
+        """Yield lists of requests for the caller to run one after another. In this order, most
+        requests find their prompt's prefix in the prefix cache.
 
-        The lists come in pairs, and a pair has all requests of one or more groups. The first list
-        has one request of each group, which leaves the group's shared blocks in the cache. The
-        second list has the other requests, which find these blocks. The second list is missing if
-        every group has only one request.
+        A group of requests shares a prefix. The method takes several groups at a time, and yields
+        one or two lists. The first list has one request of each group, which computes the prefix.
+        The second list has all other requests of the groups, which find the prefixes in the cache.
+        An empty second list is left out.
 
-        The prompts of a pair's first list take at most half of the free blocks, so that the shared
-        blocks stay cached until the second list runs. A single group may take more. Groups of one
-        request do not count, because their blocks need not stay cached.
+        The prompts of a first list take at most half of the free blocks, so that the prefixes stay
+        cached until the second list runs. A single group may take more. Groups of one request do
+        not count, because their blocks need not stay cached.
 
         Args:
-            groups: Groups of requests. All requests of a group begin with the same full blocks.
+            groups: Groups of requests. All prompts of a group begin with the same full blocks.
         """
         max_blocks = self._loop.scheduler.block_manager.num_free_blocks // 2
         chosen, num_blocks = list[list[RequestState]](), 0
@@ -514,7 +516,8 @@ class Engine:
         weakref.finalize(deltas, self._loop.abort, state)
         try:
             self._loop.add([state])
-        # Close `deltas`, because the error's traceback may keep the generator alive.
+        # Abort the request now: the finalizer may run much later, because the traceback of the
+        # error may keep `deltas` alive.
         except BaseException:
             self._loop.abort(state)
             raise
@@ -599,9 +602,10 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # The request has run, but if `pin` is None, its prefix is not cached. If other requests
-            # are unfinished, one of them may have preempted this request before its token was read,
-            # so compute the prefix again. Otherwise, the cause is a hash collision.
+            # `pin` is None if the prefix is not cached, although `_run_to_end` has just computed
+            # the prefix. If other requests are unfinished, a preemption may have freed the blocks
+            # of the prefix, so compute the prefix again. Otherwise, the cache must contain another
+            # prefix with the same hash.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -833,8 +837,10 @@ class Engine:
         return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
-        """Check that the engine's records of KV blocks agree. Each block must be free, cached, or
-        held by block tables and pins whose total number is the block's `ref_cnt`.
+        """Check that the engine's records of KV blocks agree.
+
+        For example, the `ref_cnt` of each block must equal the number of block tables and pinned
+        prefixes that contain the block.
 
         Raises:
             IntegrityError: The counts, the block tables or the queues are inconsistent.

@@ -1,12 +1,12 @@
-"""The engine's loop: schedule, launch, read and update, one step at a time.
+"""The engine's loop: plan a step, launch the step, and pass the sampled tokens to the requests.
 
-In each iteration, the overlapped loop launches a step, and then reads the tokens of the step that
-the previous iteration launched. The device thus always has another step queued. The synchronous
-loop reads the step that it has just launched. Both loops produce the same tokens, apart from
-rounding differences between batches of different composition.
+In each iteration, the overlapped loop launches a step, and then waits for the tokens of the step
+that the previous iteration launched. The device thus always has another step queued. The
+synchronous loop waits for the step that it has just launched. Both loops produce the same tokens,
+apart from rounding differences between batches of different composition.
 
 If a row of a step has a grammar, the mask of the row depends on its previous token. The loop then
-launches the layers of the step, reads the previous step, and launches the sampling (see
+launches the layers of the step, waits for the previous step, and launches the sampling (see
 `ConstrainedSampler`).
 """
 
@@ -70,7 +70,7 @@ class EngineLoop:
         scheduler: Scheduler that plans the steps.
         runner: Model runner that launches the steps.
         mode: Whether the loop launches a step before (`LoopMode.OVERLAPPED`) or after
-            (`LoopMode.SYNCHRONOUS`) it reads the tokens of the previous step.
+            (`LoopMode.SYNCHRONOUS`) the tokens of the previous step arrive.
         mask_client: Client of the mask worker; None without grammars.
         shared_parameters: Names of the model's parameters if the caller owns their arrays, and may
             thus delete or donate them; empty if the engine owns the arrays.
@@ -123,7 +123,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step is unread."""
+        """Whether a request is unfinished or a step is in flight."""
         return bool(self.requests or self._steps_in_flight or self._unsampled_step)
 
     def stats(self) -> EngineStats:
@@ -140,11 +140,15 @@ class EngineLoop:
             raise RuntimeError(message) from RuntimeError(self._failure)
 
     def advance(self, goal: SchedulingGoal) -> list[RequestState]:
-        """Launch a step or a burst of steps, and read the steps that the previous call launched. In
-        the synchronous loop, also read the steps that this call launches.
+        """Launch a step or a burst of decode steps, and finish the steps that the previous call
+        launched.
+
+        To finish a step, wait for the sampled tokens and pass them to the requests. The synchronous
+        loop also finishes the steps that this call launches.
 
         Args:
-            goal: Goal of the steps. `SchedulingGoal.THROUGHPUT` allows larger bursts.
+            goal: Goal of the steps. With `SchedulingGoal.THROUGHPUT`, large batches may run as
+                bursts too, not only small batches.
 
         Returns:
             The requests that ended.
@@ -175,13 +179,16 @@ class EngineLoop:
         while len(self._steps_in_flight) > num_ahead:
             ended += self._read_step()
         if not self.scheduler.has_unfinished_requests:
-            # No request is left, but steps may still be in flight. Read these steps, because their
-            # blocks are freed only after that.
+            # No request is left, but steps may still be in flight. Finish these steps, to free the
+            # KV blocks of the requests.
             self.drain()
         return ended
 
     def drain(self) -> None:
-        """Read every step in flight, unless the engine has failed."""
+        """Wait for all steps in flight, and pass the sampled tokens to the requests.
+
+        Do nothing if the engine has failed.
+        """
         if self._unsampled_step is not None and self._failure is None:
             self._sample_constrained(self._unsampled_step, SchedulingGoal.LATENCY)
         while self._steps_in_flight and self._failure is None:
@@ -204,7 +211,7 @@ class EngineLoop:
             raise RuntimeError("sleep(level=2) has freed the weights: call update_weights")
 
     def pause(self, mode: PauseMode, *, recompute: bool) -> None:
-        """Launch no more steps until `resume`, and read the steps in flight.
+        """Finish the steps in flight, and launch no more steps until `resume`.
 
         Args:
             mode: Whether unfinished requests continue after the pause, finish before it, or end.
@@ -226,8 +233,8 @@ class EngineLoop:
                 self.scheduler.drop_kv()
 
     def _abort_requests(self) -> None:
-        """End all requests. `Engine.step` and `Engine.take_deltas` still return the tokens that
-        their requests already have."""
+        """End all requests. `Engine.step` and `Engine.take_deltas` later return the tokens that the
+        ended requests already have."""
         with self._critical_section():
             aborted = list(self.requests.values())
             for state in aborted:
@@ -297,7 +304,7 @@ class EngineLoop:
             )
 
     def update_weights(self, write: WriteFunction, version: int | None) -> None:
-        """Read the steps in flight, then replace the weights.
+        """Finish the steps in flight, then replace the weights.
 
         The engine must be paused if requests are unfinished. These requests keep their KV. Later
         requests never share KV that the old weights computed.
@@ -403,10 +410,11 @@ class EngineLoop:
             self.undelivered.pop(state, None)
 
     def _schedule(self, goal: SchedulingGoal) -> list[StepPlan]:
-        """Return the plans to launch now: none, one, or several plans for a burst.
+        """Return the plans of the next steps; an empty list if no step can be launched now.
 
-        If `goal` is `LATENCY` and requests are waiting, return at most one plan. A waiting request
-        can then join the batch as soon as another request ends.
+        The list has several plans only if they may form a burst: decode steps that are launched as
+        one program. If `goal` is `LATENCY` and requests are waiting, return at most one plan. A
+        waiting request can then join the batch as soon as another request ends.
         """
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
@@ -437,8 +445,8 @@ class EngineLoop:
         """
         runner = self._runner
         unconstrained = plans[:-1] if plans and self._is_constrained(plans[-1]) else plans
-        # `_schedule` has checked all plans except the last one, so check whether the last plan fits
-        # a burst.
+        # A burst runs several decode steps as one program, so every plan must pass `fits_burst`.
+        # `_schedule` has checked all plans except the last one, so check the last plan here.
         if (
             len(unconstrained) == runner.burst_steps > 1
             and runner.fits_burst(unconstrained[-1], goal)
@@ -483,10 +491,11 @@ class EngineLoop:
                 watch.note(plan)
 
     def _sample_constrained(self, step: UnsampledStep, goal: SchedulingGoal) -> list[RequestState]:
-        """Sample a step whose layers are launched, and return the requests that ended.
+        """Launch the sampling of a step whose layers are launched already. Return the requests that
+        ended.
 
-        All earlier steps are read first. If a Ctrl-C interrupts the wait for a step, the next call
-        continues where this call stopped.
+        First wait for all earlier steps, because the masks depend on the tokens of these steps. If
+        a Ctrl-C interrupts the wait, the next call continues where this call stopped.
         """
         ended, before = [], self._device_wait_s
         while self._steps_in_flight:
@@ -509,16 +518,19 @@ class EngineLoop:
         return self.requests[request.request_id].params
 
     def _read_step(self) -> list[RequestState]:
-        """Read the oldest step in flight, and return the requests that the step ended.
+        """Wait for the oldest step in flight, and pass the sampled tokens to the requests.
 
-        If a Ctrl-C interrupts the wait for the step, the step stays in flight and can be read
-        again.
+        If a Ctrl-C interrupts the wait, the step stays in flight, and the next call waits again.
+
+        Returns:
+            The requests that ended.
         """
         handle, start = self._steps_in_flight[0], time.perf_counter()
         try:
             result = handle.read()
             self._device_wait_s += time.perf_counter() - start
-        # Do not catch KeyboardInterrupt: the step stays in flight, and the next call reads it.
+        # Do not catch KeyboardInterrupt, which is no failure: the next call waits for the step
+        # again.
         except Exception as error:
             self._record_failure(error)
             raise
@@ -540,7 +552,7 @@ class EngineLoop:
             ended_sequences = (
                 () if constrained is None else constrained.find_ended(update.emitted_tokens)
             )
-            # Notify all requests of their tokens before any request is retired: several samples of
+            # Notify all requests of their tokens before any request is removed: several samples of
             # one request may end in the same step.
             advanced = self._notify_requests(
                 update.emitted_tokens, handle.plan, result.logprobs, ended_sequences
@@ -576,8 +588,11 @@ class EngineLoop:
     def _update_requests(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
     ) -> list[RequestState]:
-        """Fail the requests in `faults`, mark the updated requests as undelivered, and retire the
-        requests that ended.
+        """End the requests in `faults` with an error, and remove all ended requests from
+        `requests`.
+
+        If the user submitted an updated request with `Engine.add_request`, the method also adds the
+        request to `undelivered`. `Engine.step` then returns the output of the request.
 
         Args:
             advanced: Requests that received an update.
@@ -613,7 +628,7 @@ class EngineLoop:
         A request with `can_skip_updates` is notified only of the last token of each sequence.
 
         Args:
-            emitted: Tokens that the host has read.
+            emitted: Sampled tokens that the host has received.
             plan: Plan of the step that sampled the tokens.
             scores: Log-probabilities of the step; None if no request asked for log-probabilities.
             ended_sequences: Sequences whose grammars ended the answer.

@@ -118,7 +118,7 @@ def pair_completions(
             "completions",
             f"has {format_count(len(named), 'entry', 'entries')} for "
             f"{format_count(len(checked), 'prompt')}",
-            remedy="pass one completion per prompt, and repeat a prompt that has several",
+            remedy="pass one completion per prompt, and repeat prompts with several completions",
         )
     found = [_check_completion(each, name, vocab_size) for name, each in named.items()]
     return list(zip(checked, found, strict=True))
@@ -267,7 +267,8 @@ def _check_token_ids(ids: object, name: str, vocab_size: int | None) -> list[int
         raise RequestTypeError(name, f"must be a list of token ids; got {type(ids).__name__}")
     if not ids:
         raise RequestError(name, "is empty", remedy="pass at least one token id")
-    if set(map(type, ids)) != {int}:  # check this first, which is fast: usually, all ids are ints
+    # Checking each id is slow. Usually, all ids have the type int, so test the set of types first.
+    if set(map(type, ids)) != {int}:
         ids = [_check_token_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
     if not _are_in_range(limit, ids):
@@ -383,7 +384,11 @@ class Preprocessor:
             added = tokenizer.encode(completion.text or "", add_special_tokens=False)
             joined = ids + (_check_token_ids(added, name, self.vocab_size) if added else [])
         if len(joined) <= len(ids):
-            raise RequestError(name, "adds no token to its prompt", remedy="pass both as token ids")
+            raise RequestError(
+                name,
+                "adds no token to the prompt",
+                remedy="pass the prompt and the completion as token ids",
+            )
         return replace(prompt, text=None, token_ids=joined), len(ids)
 
     def cut_to_full_blocks(self, prompt: object, block_size: int) -> NormalizedPrompt:

@@ -52,7 +52,8 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
             appended to this list, which several sequences may share.
     """
 
-    _are_sampled = True  # False for prompt tokens, whose scores have no `kept_mass`
+    # Whether the tokens were sampled. Prompt tokens were not, so their `Logprob.kept_mass` is None.
+    _are_sampled = True
     _num_unscored = 0  # number of leading entries that are None
 
     def __init__(
@@ -148,8 +149,10 @@ class WeightVersions:
         return self._starts[-1][0]
 
     def between(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Return the versions of the weights that made the tokens from `start` to `end`. The
-        indices in the result are relative to `start`."""
+        """Return which weights made the tokens `start` to `end - 1`, as pairs (version, index).
+
+        `index` is the index of the first token that the version made, relative to `start`.
+        """
         if len(self._starts) == 1:  # usually
             return ((self._starts[0][0], 0),) if start < end else ()
         ends = [index for _, index in self._starts[1:]] + [end]
@@ -353,7 +356,8 @@ class RequestState:
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     undelivered_samples: list[SampleState] = field(init=False)
-    # True if the request has stop strings, because any token may complete a stop string.
+    # Whether the host examines each token when the token arrives. True if the request has stop
+    # strings, because any token may complete a stop string.
     _reads_every_token: bool = field(init=False)
     _is_ranked: bool = field(init=False)
     _beam_versions: WeightVersions = field(default_factory=WeightVersions)  # of all beams
@@ -389,7 +393,7 @@ class RequestState:
 
     def start_version(self, version: int) -> None:
         """Record that weights with the number `version` compute all tokens that the host has not
-        read yet."""
+        received yet."""
         for sample in self.samples:
             if sample.sequence.finish_reason is None:
                 sample.weight_versions.add(version, sample.sequence.num_output_tokens)
@@ -472,7 +476,7 @@ class RequestState:
     def _find_conflict(self, constraint: Constraint) -> GrammarError | None:
         """Return an error if the grammar and the sampling parameters together allow no next token.
 
-        Return None if they allow a token. The token is then missing because of the model's logits.
+        Otherwise, return None: the model's logits are then the reason that no token was sampled.
         """
         spec = self.params.structured_outputs
         for sample, answer in zip(self.samples, constraint.answers, strict=True):

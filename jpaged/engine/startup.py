@@ -161,7 +161,7 @@ def build_jax_model_parts(
         config: Options of the engine.
         model: The model.
         params: Parameters of the model, a pytree of arrays on the first local device, or on a mesh
-            of local devices with one axis of several devices.
+            of local devices in which only one axis is longer than 1.
         tokenizer: Folder of a tokenizer; None for token ids only (see `resolve_tokenizer`).
 
     Raises:
@@ -194,8 +194,10 @@ def build_jax_model_parts(
 
 
 def _check_mesh(mesh: AbstractMesh) -> None:
-    """Check that the caller has not set a mesh of several devices, because JAX would compile the
-    engine's programs for that mesh. An engine that exists already can be used in such a context.
+    """Raise ValueError if the caller has set a mesh of several devices with `jax.set_mesh`.
+
+    JAX would compile the engine's programs for that mesh. After the engine is created, the caller
+    may set such a mesh.
     """
     if mesh.size > 1:
         raise ValueError(
@@ -225,15 +227,16 @@ def _check_device_options(config: EngineConfig, num_devices: int) -> None:
 
 
 def resolve_tokenizer(tokenizer: Any) -> tuple[Path | None, bool]:
-    """Return the folder of a user's tokenizer, and whether the caller must delete the folder.
+    """Return the folder of a tokenizer, and whether the caller must delete the folder later.
 
-    A tokenizer of transformers is saved in a new folder, because other processes read it too.
+    A tokenizer object of the transformers library is saved in a new folder, because other processes
+    load the tokenizer too.
 
     Args:
-        tokenizer: Folder, tokenizer of transformers, or None.
+        tokenizer: A folder, a tokenizer object of transformers, or None.
 
     Raises:
-        TypeError, ValueError: The argument is something else, or the folder does not exist.
+        TypeError, ValueError: `tokenizer` has another type, or the folder does not exist.
     """
     if tokenizer is None:
         return None, False
@@ -442,9 +445,9 @@ def _unsupported_cache_error(cache_dtype: str) -> ValueError:
 def _missing_kernels(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
 ) -> list[tuple[bool, str, str]]:
-    """Return every reason for which a GPU may not support `batch_invariant`.
+    """Return reasons why a GPU may not support `batch_invariant`.
 
-    Each reason is a tuple (whether it applies to this model, description, remedy).
+    Each tuple contains: whether the reason applies to the model and GPU, a description, a remedy.
     """
     windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
     caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]

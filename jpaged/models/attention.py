@@ -51,9 +51,9 @@ class AttentionInputs:
         backend: Implementation of the kernels. Static.
         call_shared: Function that calls code shared by several programs, so that the code is
             lowered once (see `paged_prefill_attention`). None: call the code directly. Static.
-        peer_header: Peer-memory header for all-reduces (see `sharding.PendingAllReduce`). None: XLA
-            does all-reduces. In each layer, attention uses exchange buffer 0 and the feed-forward
-            uses exchange buffer 1.
+        peer_header: Addresses of the memory through which kernels all-reduce over the devices (see
+            `sharding.PendingAllReduce`). None: XLA runs the all-reduces. In each layer, attention
+            uses buffer 0 of that memory, and the feed-forward uses buffer 1.
         num_queries: Number of tokens per sequence (Q) in a step that verifies drafts, whose tokens
             are flattened (T == B * Q); 1 in other steps. Static.
     """
@@ -106,10 +106,10 @@ RopeAngles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
 def invariant_inputs(attention: AttentionInputs) -> AttentionInputs:
-    """Return inputs that make decode and verify steps run the prefill kernel too.
+    """Return inputs with which decode and verify steps run the prefill kernel.
 
-    Batch-invariant attention needs one kernel for all steps. The length of a padding sequence is
-    set to `num_queries`, and the sequence reads the null block.
+    Batch-invariant attention must use the same kernel in prefill, decode and verify steps. The
+    length of a padding sequence is set to `num_queries`, and the sequence reads the null block.
     """
     if attention.query_start_loc is not None:
         return attention
@@ -168,9 +168,11 @@ def _scale_llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 def _scale_yarn(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Divide the low frequencies by the factor, as YaRN does (Peng et al. 2023, arXiv:2309.00071).
 
-    Pairs before `low` make more than `beta_fast` rotations within the original context length, and
-    keep their frequencies. Pairs after `high` make fewer than `beta_slow` rotations, and their
-    frequencies are divided by the factor. Pairs between these limits are interpolated linearly.
+    Each frequency rotates a pair of channels; the frequencies decrease with the index of the pair.
+    Up to index `low`, a pair makes at least `beta_fast` rotations within the original context
+    length, and keeps its frequency. From index `high` on, a pair makes at most `beta_slow`
+    rotations, and its frequency is divided by the factor. Between `low` and `high`, the frequencies
+    are interpolated linearly.
     """
     num_pairs = len(frequencies)
     low, high = (
@@ -305,8 +307,8 @@ def _store_projected(
     if norms is not None:
         q = normalize_rows(q, norms.q, norms.eps, batch_invariant=False)
         k = normalize_rows(k, norms.k, norms.eps, batch_invariant=False)
-    # An FP8 pool always has an even head size. The head size is odd here, so K and V need no FP8
-    # scales.
+    # Only a head size that is not divisible by 2 leads to these lines. An FP8 pool needs an even
+    # head size, so this pool is not FP8, and K and V need no FP8 scales.
     k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
     return q, write_kv(kv, k, v, slots, backend=backend)
 

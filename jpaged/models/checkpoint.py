@@ -95,10 +95,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ScaleAxis:
-    """One axis of the FP8 scales of a tensor that is quantized.
+    """Description of one axis of the FP8 scales of a weight tensor.
 
     Attributes:
-        part_sizes: Sizes of the weight's parts along this axis. Each part begins with a new block.
+        part_sizes: Sizes of the tensor's parts along the axis. A tensor of a fused projection may
+            have several parts, such as q, k and v. Each part begins with a new block.
         block_size: Number of consecutive entries that share a scale. The last block of a part may
             be smaller.
         start: Index of the tensor's first scale in the parameter that holds the scales.
@@ -110,12 +111,12 @@ class ScaleAxis:
 
     @property
     def size(self) -> int:
-        """Size of the weight along this axis."""
+        """Sum of the sizes of all parts of the tensor."""
         return sum(self.part_sizes)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """For each part of the weight, the number of blocks along this axis."""
+        """Number of scale blocks in each part of the tensor."""
         return tuple(-(-size // self.block_size) for size in self.part_sizes)
 
 
@@ -214,7 +215,7 @@ class WeightRules:
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """Map a safetensors file and check its header, without reading any tensor.
+    """Memory-map a safetensors file and check its header, without reading any tensor.
 
     Raises:
         CheckpointError: The file cannot be opened, is truncated or is not a safetensors file.
@@ -324,7 +325,8 @@ def _convert_hub_errors(model: str) -> Iterator[None]:
     """Convert any exception of a hub download in the `with` block to a CheckpointError."""
     try:
         yield
-    except Exception as error:  # errors of the HTTP library have other types
+    # The HTTP library raises exceptions of many unrelated classes, so catch all exceptions.
+    except Exception as error:
         folder = Path(model).expanduser().absolute()
         raise CheckpointError(
             f"model={model!r} is not a folder (looked for {folder}), and {_hub_error_text(error)}."

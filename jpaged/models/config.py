@@ -131,8 +131,9 @@ class QuantizationConfig:
             scales.
         unquantized_paths: Paths of the projections that are not quantized.
         has_kv_scales: Whether the checkpoint has the scales of an FP8 KV cache.
-        has_float_tensors: Whether the tensors to read are unquantized, so that `format` quantizes
-            them. Only an update of the weights sets it, because the loader cannot quantize blocks.
+        has_float_tensors: Whether `update_weights` got unquantized tensors, which are then
+            quantized to `format`. Always False when an engine starts, because the loader of
+            checkpoint files cannot compute block scales.
     """
 
     format: type[WeightFormat]
@@ -421,11 +422,12 @@ _MAX_FIELD_VALUES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     "vocab_size": 2**24,
 }
-# Maximum value of all other config fields. It is below 2**31, because positions and token ids are
-# 32-bit integers.
+# Maximum value of each config field that `_MAX_FIELD_VALUES` does not list. The maximum is below
+# 2**31, because positions and token ids are 32-bit integers.
 _DEFAULT_MAX_VALUE = 2**30
 
-# Config fields that some models use. Only the listed values do not change the computation.
+# Config fields, each with the values that do not change the computation. Another value is an error
+# if the model family does not read the field.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -559,8 +561,7 @@ class ConfigFields:
         return value
 
     def ignore(self, names: Collection[str]) -> None:
-        """Mark fields that do not change the computation as read. `refuse_unread` then accepts
-        them."""
+        """Make `refuse_unread` and `refuse_unsupported_fields` accept the fields `names`."""
         self._read_names.update(names)
 
     def refuse_unread(self) -> None:
@@ -603,10 +604,10 @@ def read_tokens_and_dtype(
     """
     bos_id, eos_ids = fields.get("bos_token_id", bos), fields.get("eos_token_id", eos)
     if bos_id is not None and not isinstance(bos_id, int):
-        raise field_error("bos_token_id", bos_id, "an integer, null")
+        raise field_error("bos_token_id", bos_id, "an integer, or null")
     ids = eos_ids if isinstance(eos_ids, list | tuple) else [] if eos_ids is None else [eos_ids]
     if not all(isinstance(token, int) for token in ids):
-        raise field_error("eos_token_id", eos_ids, "an integer, a list of integers, null")
+        raise field_error("eos_token_id", eos_ids, "an integer, a list of integers, or null")
     dtype = fields.get("dtype", alias="torch_dtype")
     dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     if dtype not in (None, *CHECKPOINT_DTYPES):
@@ -868,7 +869,9 @@ def _read_yarn(rope: ConfigFields, default_factor: float) -> dict[str, Any]:
     is_given = rope.get("factor", REQUIRED) is not None
     factor = rope.number("factor") if is_given else default_factor
     if factor < 1:
-        raise field_error(f"{rope.prefix}factor", factor, "numbers from 1 for the rope type yarn")
+        raise field_error(
+            f"{rope.prefix}factor", factor, "numbers of at least 1 for the rope type yarn"
+        )
     beta_fast = rope.optional_number("beta_fast") or 32.0
     beta_slow = rope.optional_number("beta_slow") or 1.0
     if not _MIN_BETA <= beta_slow <= _MAX_BETA:

@@ -124,10 +124,11 @@ class DecoderLayer(nnx.Module):
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, LayerKV]:
-        """Run the layer, and return hidden states, update and the layer's pool.
+        """Run the layer, and return the new `hidden`, `update` and `kv`.
 
-        Before and after the layer, the residual stream is the hidden states plus the sum of the
-        update (see `LayersOutput`).
+        The residual stream before the layer is `hidden` plus the rows that the previous layer adds.
+        `update` represents these rows (see `LayersOutput`). The next norm adds them to `hidden`.
+        The results `hidden` and `update` describe the residual stream after the layer.
         """
         backend = attention.backend
         # Only sparse layers skip padding rows, so only sparse layers need the number of tokens.

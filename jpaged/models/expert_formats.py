@@ -94,8 +94,9 @@ class ExpertFormat(nnx.Module):
         Args:
             config: Config of the model.
             experts: Experts of the layer.
-            source: Name of the weight in the checkpoint, and the parameter that the weight fills.
-            target: Path of the `SparseFeedForward`.
+            source: Description of the weight, with the weight's name in the checkpoint and the name
+                of the parameter that the weight fills.
+            target: Path of the `SparseFeedForward` module that has the parameter.
         """
 
     @classmethod
@@ -113,9 +114,11 @@ class ExpertFormat(nnx.Module):
     def state_rules(
         cls, config: ModelConfig, experts: ExpertsConfig, target: str
     ) -> list[WeightRule]:
-        """Return the rules that quantize the parameters of an `UnquantizedExpertFormat`.
+        """Return the rules that load the weights from the `nnx.State` of an unquantized model.
 
-        The list is empty if the format does not quantize. See `rules` for the arguments.
+        The state stores the weights as `UnquantizedExpertFormat` does, and the rules quantize them
+        to this format. An unquantized format needs no rules and returns an empty list. See `rules`
+        for the arguments.
         """
         return []
 
@@ -298,10 +301,12 @@ class FP8TensorExpertFormat(FP8ChannelExpertFormat):
 
 
 class FP8BlockExpertFormat(FP8ExpertFormat):
-    """FP8 weights with one scale per 128 x 128 block. Rows have one scale per 128 numbers.
+    """FP8 weights with one scale per 128 x 128 block.
 
-    The scales are `gate_up_weight_scale` [E, 2, blocks of F, blocks of D] and `down_weight_scale`
-    [E, blocks of D, blocks of F]. The last block of an axis may be smaller.
+    A row of activations has one scale per 128 consecutive numbers.
+
+    The weights' scales are `gate_up_weight_scale` [E, 2, blocks of F, blocks of D] and
+    `down_weight_scale` [E, blocks of D, blocks of F]. The last block of an axis may be smaller.
     """
 
     is_grouped = True
@@ -353,7 +358,7 @@ def _fp8_layout(source: ExpertSource, count: int, width: int, inner: int) -> dic
     The parameter is `gate_up` [E, 2, F, D] or `down` [E, D, F].
 
     Args:
-        source: Name of the weight in the checkpoint, and the parameter that the weight fills.
+        source: Description of the weight.
         count: Number of experts on the device (E).
         width: Width of the model (D).
         inner: Width of one expert (F).
@@ -379,7 +384,7 @@ def _layout(
     """Return arguments of `WeightRule` for a weight or its scales.
 
     Args:
-        source: Name of the weight in the checkpoint, and the parameter that the weight fills.
+        source: Description of the weight.
         shape: See `WeightRule`.
         file_axes: See `WeightRule`.
         axis: Axis of the parameter along which the projections of one expert are concatenated.

@@ -55,7 +55,7 @@ class Projection:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Sizes of the output axes; the first size is the sum over all parts."""
+        """Sizes of the output axes. The first output axis holds all parts, one after another."""
         return (sum(self.part_sizes), *self.trailing_shape)
 
     @property
@@ -64,14 +64,14 @@ class Projection:
         return tuple(size for _, size in self.parts)
 
     def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Return which range of the first output axis each checkpoint module fills.
+        """Return where the weights of checkpoint modules lie along the first output axis.
 
         Args:
-            sources: Names of the modules: one name per part, in order, or a single name for all
-                parts.
+            sources: Names of the checkpoint modules: one module for each of `parts` (such as q, k
+                and v), in order, or a single module with all parts.
 
         Returns:
-            The name, the start and the size of each range.
+            For each module: the name, and the start and size of the range that the module fills.
         """
         part_sizes = self.part_sizes if len(sources) == len(self.parts) else (sum(self.part_sizes),)
         starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
@@ -120,7 +120,7 @@ class WeightFormat(nnx.Module):
     def rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
-        """Return the rules that map checkpoint tensors to the weight's parameters.
+        """Return the rules that load the projection's weight, and any scales, from a checkpoint.
 
         See `linear.linear_rules` for the arguments.
         """
@@ -129,10 +129,10 @@ class WeightFormat(nnx.Module):
     def float_rules(
         cls, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
     ) -> list[WeightRule]:
-        """Return the rules that map unquantized tensors to the weight's parameters.
+        """Return the rules that load the projection's weight from unquantized tensors.
 
-        A format whose parameters are quantized overrides this method, and its rules say how the
-        scales are computed. See `linear.linear_rules` for the arguments.
+        An FP8 format overrides this method with rules that quantize the tensors and compute the
+        scales. See `linear.linear_rules` for the arguments.
         """
         return cls.rules(projection, sources, target, transposed=transposed)
 

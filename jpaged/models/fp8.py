@@ -250,7 +250,8 @@ class FP8BlockFormat(_FP8Base):
         ranges = projection.source_ranges(sources)
         inputs = ScaleAxis((math.prod(projection.input_shape),), FP8_GROUP_SIZE)
         for index, source_range in enumerate(ranges):
-            # A single tensor holds all parts, and each part begins with a new block.
+            # If one tensor holds all parts of a fused projection (such as q, k and v), each part
+            # still begins with a new block, so that no two parts share a scale.
             part_sizes = widths if len(ranges) == 1 else (widths[index],)
             outputs = ScaleAxis(part_sizes, FP8_GROUP_SIZE, first)
             options: dict[str, Any] = {
@@ -285,15 +286,18 @@ def num_blocks(size: int) -> int:
 
 
 def fp8_scales(values: Float[Array, "..."], axes: Sequence[ScaleAxis]) -> Float32[Array, "..."]:
-    """Return the scales with which a weight is quantized, one axis per entry of `axes`.
+    """Return the FP8 scales of a weight. The result has one axis per entry of `axes`.
+
+    The function reshapes the weight to [*sizes of `axes`, n], for a number n. The n numbers along
+    the last axis share a scale, as do the numbers in a block along the other axes.
 
     Args:
-        values: The weight in the layout of the parameter. It is reshaped to the sizes of `axes`.
-            Numbers that differ only in the remaining axes share a scale.
-        axes: Axes of the scales.
+        values: The unquantized weight, in the layout of the parameter.
+        axes: Axes of the scales. Each entry has the size and the block size of an axis.
     """
     largest = jnp.abs(values).reshape(*(axis.size for axis in axes), -1).max(-1)
-    # Begin with the last axis, because its blocks are contiguous in memory.
+    # Compute the maximum of each block along one axis at a time. The last axis comes first, because
+    # its blocks are contiguous in memory.
     for index in reversed(range(len(axes))):
         largest = _block_max(largest, axes[index], index)
     largest = largest.astype(jnp.float32)

@@ -1,5 +1,7 @@
 """Config and weight rules of Gemma 3's text model (arXiv:2503.19786).
 
+Weight rules map the tensors of a checkpoint to the parameters of the model.
+
 By default, every sixth layer has full attention and all other layers have a sliding window. The two
 kinds of layers have different rotary embeddings. RMSNorms precede and follow both attention and
 feed-forward; checkpoints store the weights of the norms minus 1.
@@ -22,8 +24,7 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
-# If a multimodal config has one of these fields, its value replaces the field's value in
-# `text_config`.
+# Fields of a multimodal config that take precedence over the same fields of its `text_config`.
 _OUTER_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 _NORM_NAMES = {
     "attention_out_norm": "post_attention_layernorm",
@@ -102,8 +103,11 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Gemma 3: LLaMA's rules, with Gemma 3's norms. The tensors of the
-    image encoder are ignored."""
+    """Return the rules that map the tensors of a Gemma 3 checkpoint to parameters.
+
+    The rules are those of LLaMA, with the norms of Gemma 3. The tensors of the image encoder are
+    ignored.
+    """
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"
     return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, ignored_pattern=ignored_pattern)

@@ -215,7 +215,7 @@ class JaxDecoder(nnx.Module):
         return function if self.devices is None else self.devices.on_each_device(function)
 
     def _step_options(self, params: Any) -> dict[str, Any]:
-        """Return the options of the operations that the user's functions get."""
+        """Return keyword arguments for the constructors of `ModelStep` and `ModelOps`."""
         shard_runner = None if self.devices is None else self.devices.shard_runner(params)
         return {"batch_invariant": self.config.batch_invariant, "shard_runner": shard_runner}
 
@@ -262,7 +262,8 @@ class JaxModelPlan:
         return [*jax.tree.leaves(self.abstract_model.params)[0].devices()]
 
     def with_kv_cache_dtype(self, dtype: str | None) -> "JaxModelPlan":
-        """Return the plan with another dtype of the pool; None keeps the dtype of the keys."""
+        """Return a copy of the plan, with `dtype` as the dtype of the KV pool. Return the plan
+        itself if `dtype` is None."""
         if dtype is None:
             return self
         sizes = replace(self.config, kv_cache_dtype=dtype)
@@ -271,7 +272,10 @@ class JaxModelPlan:
         return replace(self, config=sizes, abstract_model=model)
 
     def digests(self) -> ModelDigests:
-        """Return the digests of the model's functions, without a reference to the parameters."""
+        """Return a `ModelDigests`, which computes digests of the model's functions.
+
+        The object keeps the shapes and dtypes of the parameters, but no arrays.
+        """
         found = self.abstract_model
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), found.params)
         return ModelDigests(found.model, self.config, shapes, self.dtype)
@@ -304,8 +308,11 @@ class JaxParameters:
 
     @property
     def shared_names(self) -> tuple[str, ...]:
-        """Name of each parameter, such as `params['w']`, in the order in which the model runner
-        stores the parameters. The caller owns all these arrays."""
+        """Names of the parameters that the engine shares with the caller, such as `params['w']`.
+
+        The engine shares all parameters, because the caller owns the parameters' arrays. The order
+        of the names is the order in which the model runner stores the parameters.
+        """
         leaves = jax.tree.leaves_with_path(self.shapes)
         return tuple(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)
 
@@ -315,10 +322,12 @@ class JaxParameters:
         return ()
 
     def prepare(self, params: Any, *, check_finite: bool = False) -> WriteFunction:
-        """Check new parameters, and return a function without arguments that returns them.
+        """Check new parameters, and return a function that returns the new parameters.
+
+        The function ignores its argument, the old parameters.
 
         Args:
-            params: The parameters, which the engine uses without a copy.
+            params: The new parameters, which the engine uses without a copy.
             check_finite: Whether to refuse NaN and infinite values. The check waits for the device.
 
         Raises:
@@ -499,7 +508,8 @@ def _trace(
     batch_invariant: bool,
     devices: ModelDevices | None,
 ) -> tuple[jax.ShapeDtypeStruct, jnp.dtype]:
-    """Trace both functions of a model, and check their results and the calls of `attend`.
+    """Trace the functions `forward` and `logits` of a model. Check their results, and check the
+    calls of `step.attend`.
 
     Returns:
         Shape of the hidden states of `_TRACED_TOKENS` tokens, and the dtype of the keys.
@@ -510,8 +520,8 @@ def _trace(
         shard_runner = None if devices is None else devices.shard_runner(params)
         return {"batch_invariant": batch_invariant, "shard_runner": shard_runner}
 
-    # Trace with shapes and dtypes instead of arrays, as the engine's programs do. Unlike arrays,
-    # they never have weak types.
+    # Trace with `ShapeDtypeStruct`s, as the engine does when it compiles programs. An array may
+    # have a weak type, which could change the dtypes of the results.
     params = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), params)
 
     def run_forward(params: Any, tokens: jax.Array, positions: jax.Array) -> Any:
@@ -549,8 +559,8 @@ def _trace_function(name: str, function: Callable[..., Any], *arguments: Any) ->
         Shapes of the result, and the trace (`jax.core.ClosedJaxpr`).
 
     Raises:
-        ValueError: The function keeps a traced array after it returns, which would fail when it is
-            traced again.
+        ValueError: The function keeps a traced array after the function returns. The next trace of
+            the function would fail.
     """
     has_returned = False
 

@@ -60,7 +60,7 @@ def is_silu(name: str) -> bool:
 class Linear(nnx.Module):
     """A projection of rows [T, *inputs] to rows [T, *outputs]: x @ weight + bias.
 
-    `format` owns the weight. Only `format` and the loader access the weight's parameters.
+    `format` owns the weight and its scales. Only `format` and the loader access these arrays.
     """
 
     def __init__(self, projection: Projection, *, dtype: DTypeLike):
@@ -96,12 +96,14 @@ class Linear(nnx.Module):
         Args:
             x: Input rows.
             backend: Implementation of the kernels.
-            peer_header: Peer-memory header for the all-reduce. None: return `self(x, backend)`.
-            buffer_index: Exchange buffer of the all-reduce (see `PendingAllReduce`).
+            peer_header: Addresses of the memory through which a kernel all-reduces over the devices
+                (`pallas_kernels.make_exchange_header`). If None, the all-reduce does not use a
+                kernel, and the result is `self(x, backend)`.
+            buffer_index: Index of the buffer in that memory, 0 or 1 (see `PendingAllReduce`).
 
         Returns:
-            If `peer_header` is given and there is no bias, a `PendingAllReduce`: the next norm runs
-            the all-reduce. Otherwise split-K partials, already summed over the devices.
+            If `peer_header` is given and the projection has no bias, a `PendingAllReduce`: the next
+            norm runs the all-reduce. Otherwise split-K partials, already summed over the devices.
         """
         if peer_header is None:
             return self(x, backend)
@@ -234,11 +236,11 @@ class Embedding(nnx.Module):
     """A table of token or position vectors, also used as an output head.
 
     Args:
-        rows: Number of table rows that each device holds.
+        rows: Number of table rows on one device.
         size: Length of a row (D).
         dtype: Dtype of the table.
-        is_sharded: Whether the table is split over the tensor-parallel devices. The whole table
-            then has `rows` rows for each device. Otherwise, every device holds the whole table.
+        is_sharded: Whether the table is split by rows over the tensor-parallel devices. If not,
+            every device holds the whole table.
         batch_invariant: Whether the bits of a row's logits must not depend on the other rows.
     """
 
@@ -257,24 +259,27 @@ class Embedding(nnx.Module):
     def __call__(
         self, ids: Int32[Array, "T"], peer_header: Int32[Array, "W"] | None = None
     ) -> Float[Array, "T D"]:
-        """Return the table row of each id; an id out of range gives the nearest row.
+        """Return the embedding vector of each id: the row of the table with that index.
 
-        If the table is sharded, this method sums the rows that each device finds in its shard, with
-        `sharding.barrier_all_reduce`. If the table is not sharded and `peer_header` is given, this
-        method runs the same all-reduce on zeros, only as a barrier.
+        An id out of range gives the nearest row. If the table is sharded, each device looks up the
+        ids of its shard, and `sharding.barrier_all_reduce` adds the results of all devices.
+
+        If the table is not sharded and `peer_header` is given, the method runs an all-reduce of a
+        single zero. This all-reduce serves only as a barrier between the devices.
 
         Args:
             ids: Indices of rows in the whole table.
-            peer_header: Peer-memory header; None without peer memory.
+            peer_header: Addresses of the memory through which kernels all-reduce over the devices
+                (`pallas_kernels.make_exchange_header`); None if XLA runs all all-reduces.
         """
         weight = self.weight[...]
         if not self.is_sharded:
             found = jnp.take(weight, ids, axis=0, mode="clip")
             if peer_header is None:
                 return found
-            # All-reduce zeros: the result is unused, but the all-reduce is a barrier. The zeros
-            # depend on this step's rows, so that XLA cannot merge the all-reduces of all steps in a
-            # burst.
+            # The all-reduce of a zero is a barrier. Its sum is 0, or NaN if a device is
+            # unreachable. A program may run several decode steps. A zero that is computed from the
+            # step's rows prevents XLA from merging the barriers of these steps.
             return found + barrier_all_reduce(found[:1, :1] * 0, peer_header)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(MESH_AXIS) - 1) - shard_start(rows)
@@ -287,9 +292,11 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
     ) -> Float32[Array, "R V"]:
-        """Return the dot product of each row with each table row on this device, in float32.
+        """Return the logits of each row of hidden states, in float32.
 
-        XLA computes the product on every backend, unless the table is batch-invariant.
+        A logit is the dot product of a row of hidden states and a row of the token table. Each
+        device computes the logits of the table rows that the device holds. `backend` has an effect
+        only if `batch_invariant` is true; otherwise, XLA computes the product.
         """
         if self.batch_invariant:
             return batch_invariant_transposed_gemm(hidden, self.weight[...], backend=backend)

@@ -66,8 +66,8 @@ class _Piece:
     See `TensorPlacement` for the other fields.
 
     Attributes:
-        scale_axes: If writing the array quantizes it to FP8, describes each axis of the array of
-            scales. Otherwise empty.
+        scale_axes: Axes of the FP8 scales that are computed when the array is written. Empty if the
+            array is not quantized.
     """
 
     shape: tuple[int, ...]
@@ -80,17 +80,17 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Description of how arrays are written into one parameter and, for FP8 weights, into its
-    scales.
+    """Description of how to write the caller's arrays into one parameter.
 
     Attributes:
-        pieces: Position of each array within the parameter.
+        pieces: For each array, the position in the parameter at which the array is written.
         shape, dtype: Shape and dtype of the unsharded parameter.
         mesh: Mesh of the tensor-parallel devices; None for a single device.
         spec: How the devices split the parameter.
-        boxes: For each device, the boxes of the unsharded parameter that it holds.
-        scale_shape, scale_spec, scale_boxes: Shape, split and boxes of the parameter's scales; None
-            without scales.
+        boxes: For each device, the rectangular parts of the unsharded parameter that are in the
+            device's shard. Empty for a single device.
+        scale_shape, scale_spec, scale_boxes: The same as `shape`, `spec` and `boxes`, for the FP8
+            scales of the parameter. Unset for a parameter without FP8 scales.
     """
 
     pieces: tuple[_Piece, ...]
@@ -173,10 +173,13 @@ class ModelParameters:
         return partial(self._write, arrays, writes)
 
     def release(self, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Free the device memory of the parameters, except those that an update may keep.
+        """Free the device memory of all parameters except static FP8 scales.
 
-        Return `leaves`, which then contains deleted arrays. The function that `prepare` returns
-        writes new arrays in their place.
+        The next update may keep the static scales, and replaces every other parameter.
+
+        Returns:
+            `leaves`, in which only the arrays of the static scales still exist. Pass `leaves` to
+            the function that `prepare` returns. The function allocates the missing arrays again.
         """
         for path, leaf in zip(self._paths, leaves, strict=True):
             if not path.endswith(_KEPT_SUFFIXES):
@@ -213,7 +216,8 @@ class ModelParameters:
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
-            # A single FP8 weight makes every unquantized weight a wrong dtype, so name that weight.
+            # An FP8 tensor among unquantized tensors can cause an error about the unquantized
+            # tensors. The hint names the FP8 tensor.
             hint = ""
             if config.quantization is not None and fp8_name is not None:
                 hint = (

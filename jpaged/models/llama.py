@@ -58,7 +58,7 @@ def describe_mistral(fields: ConfigFields) -> ModelConfig:
     layer_types = [kind] * fields.integer("num_hidden_layers")
     if fields.get("layer_types") not in (None, layer_types):
         raise field_error(
-            "layer_types", fields.get("layer_types"), f"a list of {kind} for every layer"
+            "layer_types", fields.get("layer_types"), f"a list with one {kind} per layer"
         )
     return ModelConfig(
         **common,

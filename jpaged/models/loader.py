@@ -108,8 +108,7 @@ class TensorPlacement:
 
     @property
     def start(self) -> np.ndarray:
-        """Index in the parameter of the tensor's first element: int32, one entry for each axis of
-        the parameter."""
+        """Indices at which the tensor begins within the parameter: int32, one index per axis."""
         start = np.zeros(len(self.shape), np.int32)
         for axis, offset in self.rule.offsets.items():
             start[axis] = offset
@@ -227,7 +226,7 @@ class DeviceShard:
             path: Path of the parameter, which is allocated at the first write.
             slab: Values as read from the file, with axes in the order of the file.
             start: Index of the slab's first element in the unsharded parameter.
-            axis_order: Parameter axis of each axis of the slab.
+            axis_order: For each axis of the slab, the index of the same axis in the parameter.
             addend: Number to add to every value.
             scale: Scales [*outputs] for quantizing the slab to FP8; None to cast the slab.
 
@@ -694,9 +693,9 @@ def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Arr
     """Return the maximum absolute value for each output in a slab (rows of a tensor).
 
     Args:
-        slab: Values with the axes of the file.
-        axis_order: Parameter axis of each axis of the slab.
-        count: Number of leading parameter axes that are outputs.
+        slab: Values as read from the file, with axes in the order of the file.
+        axis_order: For each axis of the slab, the index of the same axis in the parameter.
+        count: Number of output axes. The output axes are the first axes of the parameter.
     """
     inputs = tuple(place for place, axis in enumerate(axis_order) if axis >= count)
     maxima = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
@@ -705,8 +704,10 @@ def max_abs(slab: jax.Array, axis_order: tuple[int, ...], count: int) -> jax.Arr
 
 
 def _read_slab(placement: TensorPlacement, rows: slice) -> np.ndarray:
-    """Read rows of a tensor from its file, and split its axes into the axes of the parameter. The
-    axes are in the order of the file."""
+    """Read rows of a checkpoint tensor, and reshape the rows to an array with the parameter's axes.
+
+    The axes of the result are in the order of the file, not in the order of the parameter.
+    """
     read = read_rows(placement.tensor, rows)
     if placement.path.endswith(_SCALE_SUFFIXES):
         _check_scales(placement.tensor, read)
@@ -784,7 +785,7 @@ def _dummy_array(
     """
     if path.endswith(("weight_scale", "input_scale")):
         return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
-    # A parameter with one axis that is not a bias is a norm weight or a KV-cache scale.
+    # A one-dimensional parameter is a bias, a norm weight or a KV-cache scale.
     if len(spec.shape) == 1 and not path.endswith("bias"):
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))

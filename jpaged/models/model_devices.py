@@ -94,22 +94,23 @@ class ShardRunner:
         return axis_sharding(self._mesh, axis).spec
 
     def weight_axis(self, where: str, name: str, weight: Any) -> int | None:
-        """Return the axis along which a weight is split; None if it is replicated.
+        """Return the axis along which a weight is split; None if the weight is replicated.
 
         Args:
             where: Name of the operation, for the error.
-            name: Name of the argument, for the error.
-            weight: The argument.
+            name: Name of the argument `weight` in that operation, for the error.
+            weight: A parameter of the model.
 
         Raises:
-            ValueError: The argument is not one of the parameters; it may be computed from one.
+            ValueError: `weight` is not a parameter of the model. For example, the model's function
+                has computed `weight` from a parameter.
         """
         if id(weight) not in self._weights:
             raise ValueError(
                 f"{where}: {name} is computed by the function, so its split over the "
-                f"{self.num_devices} devices is unknown: pass an array of params itself, not "
-                "through jax.jit, jax.checkpoint or lax.scan, and reshape, stack or cast it before "
-                "the engine is created"
+                f"{self.num_devices} devices is unknown. Pass an unchanged array of params: "
+                "reshape, stack or cast arrays before the engine is created, and do not pass them "
+                "through jax.jit, jax.checkpoint or lax.scan"
             )
         return self._weights[id(weight)][1]
 
@@ -147,7 +148,7 @@ def find_mesh(params: Any) -> Mesh | None:
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
-            continue  # the caller names these leaves in its errors
+            continue  # invalid parameters: `_check_parameters` in jax_model.py raises the error
         if len(leaf.sharding.device_set) > 1:
             return _check_mesh(f"params{jax.tree_util.keystr(path)}", leaf)
     return None
@@ -180,10 +181,11 @@ def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
 
 
 def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return an array of the parameters with a sharding on `mesh`, without a copy.
+    """Return a parameter with its sharding expressed on `mesh`. No data is copied.
 
     Raises:
-        ValueError: The array is not on the mesh, or is unreduced. The message begins with `name`.
+        ValueError: The parameter is not on the devices of `mesh`, or is unreduced, which means that
+            each device holds one addend of a sum. The message begins with `name`.
     """
     sharding, remedy = leaf.sharding, "jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
     own = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -195,8 +197,8 @@ def place_on_mesh(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
         )
     if [*own.devices.flat] != [*mesh.devices.flat]:
         raise ValueError(
-            f"{name} is on {_describe(own)}, but other arrays of params are on such a mesh with "
-            f"other devices, or with another order of devices: pass {remedy} with one mesh"
+            f"{name} is on {_describe(own)}, but other arrays of params are on a mesh with other "
+            f"devices or another device order: pass {remedy} with the same mesh for all arrays"
         )
     if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
         raise ValueError(

@@ -50,7 +50,7 @@ class Partials:
     dtype: DTypeLike
 
     def sum(self) -> Array:
-        """Return the product [T, *outputs]."""
+        """Return the matrix product [T, *outputs], which is the sum of the partial products."""
         return sum_partials(self.values, self.dtype)
 
     def tree_flatten(self):
@@ -200,7 +200,7 @@ class ModelOps:
         return Split((REPLICATED, spec), shard_runner.split_along(None if axis is None else 1))
 
     def _replicated(self, num_arrays: int) -> Split | None:
-        """Return the split of an operation whose arrays are complete on every device."""
+        """Return a `Split` that replicates all arrays of an operation; None on one device."""
         return None if self._shard_runner is None else Split((REPLICATED,) * num_arrays)
 
     def _call(

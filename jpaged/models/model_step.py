@@ -182,8 +182,8 @@ class ModelStep(ModelOps):
         self._attended: dict[int, LayerKV] = {}
         self._trace = get_opaque_trace_state()
 
-    # The parameters have no jaxtyping shapes: `attend` checks the shapes itself, so that its errors
-    # can name the layer.
+    # The arguments of `attend` have no jaxtyping shapes. `attend` checks the shapes itself, so that
+    # an error names the layer.
     def attend(
         self,
         layer: SupportsIndex,
@@ -441,8 +441,9 @@ class ModelStep(ModelOps):
         mode = {"heads": self._layers[index], "batch_invariant": self._batch_invariant}
         if (shard_runner := self._shard_runner) is None:
             return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
-        # Each device needs the queries, keys and values of its heads, so split each of the three
-        # arrays. `split_heads` sums the partials first, so that the devices exchange less.
+        # Each device computes attention for some of the heads, so split Q, K and V by heads. `qkv`
+        # is a sum of partial products. Add the products before the split, so that the devices
+        # exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
         split = _attention_split(shard_runner, 2)
         mode["heads"] = _shard_heads(shard_runner, mode["heads"])
@@ -451,10 +452,15 @@ class ModelStep(ModelOps):
 
 
 def _attention_split(shard_runner: ShardRunner, num_complete: int) -> Split:
-    """Return how devices split attention.
+    """Return how devices split the arguments and results of attention.
 
-    The arguments of attention are queries, keys and values [T, heads, H], then `num_complete`
-    arguments that every device needs as a whole, the layer's pool, and the `AttentionInputs`.
+    Queries, keys, values, outputs and the layer's pool are split by heads. Each device receives all
+    other arguments whole.
+
+    Args:
+        shard_runner: Runner for the devices.
+        num_complete: Number of arguments between the values and the pool, such as the rotation
+            angles. Each device receives these arguments whole.
     """
     of_heads, of_pool = shard_runner.split_along(1), shard_runner.split_along(2)
     complete = (REPLICATED,) * num_complete
@@ -474,7 +480,7 @@ def _check_dtype(where: str, name: str, array: Any) -> None:
 
 
 def _check_experts(x: Array, router: Array, gate_up: Array, down: Array) -> None:
-    """Check that the weights of experts fit each other and the rows."""
+    """Check that the shapes of the experts' weights match each other and the width of `x`."""
     width = x.shape[-1]
     count, inner = (gate_up.shape[0], gate_up.shape[-1]) if gate_up.ndim == 4 else ("E", "F")
     for name, array, axes, wanted in (

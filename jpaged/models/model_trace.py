@@ -107,10 +107,12 @@ def _has_floats(equation: Any) -> bool:
 
 
 def _user_line(*equations: Any) -> str:
-    """Return a text with the line of the user's code that called the first of `equations`.
+    """Return "at FILE:LINE" for the line of the user's code that caused an equation.
 
-    If JAX knows no such line for an equation, look at the next equation. This happens if JAX reuses
-    the trace of one of its own functions.
+    Args:
+        equations: The equation, then the equations that contain it, innermost first. If JAX reuses
+            the trace of a JAX function, the equation has no line in the user's code. The first
+            equation that has a line determines the result.
     """
     libraries = Path(jax.__file__).parent, Path(__file__).parents[1]
     for equation in equations:
@@ -145,8 +147,9 @@ class ModelDigests:
         dtype: jnp.dtype,
     ):
         self._model, self._sizes, self._params, self._dtype = model, sizes, params, dtype
-        # The calls in the lowered text are the same for every backend. Use XLA's operations,
-        # because JAX traces them fastest.
+        # In the lowered text, each of jpaged's operations is a call without an implementation. The
+        # text is therefore the same for every backend. Use `Backend.XLA`, whose operations JAX
+        # traces fastest.
         self._mode = {"backend": Backend.XLA, "batch_invariant": sizes.batch_invariant}
         self._found: dict[tuple[str, int], str] = {}
 
@@ -155,7 +158,7 @@ class ModelDigests:
 
         Args:
             num_tokens: Number of tokens of `forward`; None if the program does not call it.
-            logits_rows: Every number of rows with which the program calls `logits`.
+            logits_rows: Row counts of the program's calls of `logits`, without duplicates.
         """
         calls = [] if num_tokens is None else [("forward", num_tokens)]
         calls += [("logits", num_rows) for num_rows in sorted(logits_rows)]

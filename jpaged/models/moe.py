@@ -1,4 +1,6 @@
-"""Configs of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060), and their weight rules.
+"""Configs and weight rules of Mixtral (arXiv:2401.04088) and OLMoE (arXiv:2409.02060).
+
+Weight rules map the tensors of a checkpoint to the parameters of the model.
 
 In both families, every layer has experts. Mixtral has the same attention as Mistral. OLMoE applies
 one RMSNorm over all query heads of a token, and another over all key heads.
@@ -30,8 +32,9 @@ def describe_mixtral(fields: ConfigFields) -> ModelConfig:
     window = fields.optional_integer("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
-    # Mixtral computes a softmax over the logits of the chosen experts only. The result equals a
-    # softmax over all experts in which the values of the chosen experts are divided by their sum.
+    # Mixtral computes a softmax over the logits of the chosen experts only. `normalize=True` gives
+    # the same result: a softmax over all experts, and then division of the chosen experts' weights
+    # by the sum of the chosen experts' weights.
     experts = read_experts(
         fields,
         common,
@@ -69,12 +72,17 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Mixtral: Mistral's rules, with experts instead of dense
-    feed-forwards."""
+    """Return the rules that map the tensors of a Mixtral checkpoint to parameters.
+
+    The rules are those of Mistral, except that experts replace the dense feed-forwards.
+    """
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
 
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Qwen3-MoE and OLMoE: LLaMA's rules, with experts, and with norms
-    of queries and keys."""
+    """Return the rules that map the tensors of a Qwen3-MoE or OLMoE checkpoint to parameters.
+
+    The rules are those of LLaMA, with two differences. Experts replace dense feed-forwards, and
+    queries and keys have norms.
+    """
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

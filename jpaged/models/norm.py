@@ -139,7 +139,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
-    """Create a norm for rows of `size` numbers, of the type that the model's config names."""
+    """Create the norm that `config.norm_type` selects, for rows of `size` numbers."""
     options = {"batch_invariant": config.batch_invariant}
     if config.norm_type in ("layer", "bare_layer"):
         affine = config.norm_type == "layer"

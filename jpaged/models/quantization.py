@@ -93,8 +93,8 @@ def _unquantized_paths(
     """Return the paths of the projections that are not quantized.
 
     Raises:
-        ValueError: Only some parts of a fused projection, or only some projections of an expert,
-            are quantized.
+        ValueError: Only some parts of a fused projection are quantized, or only some projections of
+            a layer's experts.
     """
     parts: dict[str, dict[str, bool]] = {}
     for name, path in paths_by_name.items():
@@ -105,9 +105,9 @@ def _unquantized_paths(
                 name for name, ignored in ignored_by_name.items() if ignored
             )
             raise ValueError(
-                f"model config: quantization_config leaves {ignored_names} unquantized, but not "
-                f"all of {', '.join(ignored_by_name)}, which are computed together: use a "
-                "checkpoint that quantizes all of them or none"
+                f"model config: the projections {', '.join(ignored_by_name)} are computed "
+                f"together, but quantization_config leaves only {ignored_names} unquantized: use "
+                "a checkpoint that quantizes all of these projections or none"
             )
     return tuple(
         sorted(path for path, ignored_by_name in parts.items() if all(ignored_by_name.values()))
@@ -180,7 +180,8 @@ def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
         raise field_error(
             group.prefix + name,
             None,
-            "an object (FP8 checkpoints quantize weights and activations)",
+            "an object that describes FP8 quantization (weights and input_activations must both "
+            "be objects)",
         )
     scheme_fields = group.nested(name)
     strategy, is_dynamic = scheme_fields.get("strategy"), scheme_fields.get("dynamic", False)
@@ -289,7 +290,7 @@ def _read_name_list(fields: ConfigFields, name: str) -> list[str]:
     value = fields.get(name)
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise field_error(fields.prefix + name, value, "a list of names")
+        raise field_error(fields.prefix + name, value, "a list of strings")
     return list(value)
 
 

@@ -1,5 +1,7 @@
 """Config and weight rules of Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
 
+Weight rules map the tensors of a checkpoint to the parameters of the model.
+
 The layers equal those of LLaMA, with these differences. Qwen2 (arXiv:2407.10671) and Qwen2.5
 (arXiv:2412.15115) add biases to q, k and v. Qwen3 (arXiv:2505.09388) adds an RMSNorm to each query
 and key head. Qwen3-MoE replaces the feed-forward of some or all layers by experts.
@@ -51,8 +53,8 @@ def describe_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     common = read_rotary_config(fields, "qwen3_moe")
     has_window = fields.flag("use_sliding_window", False)
     window = fields.optional_integer("sliding_window", 4096) if has_window else None
-    # In dense models, max_window_layers says which layers have a sliding window. Here it has no
-    # effect: all layers have the same window.
+    # In dense Qwen models, max_window_layers says which layers have a sliding window. In Qwen3-MoE,
+    # max_window_layers has no effect: all layers have the same window.
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * fields.integer("num_hidden_layers")
     layers = make_rotary_layers(
@@ -95,7 +97,7 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     if window is not None:
         first = fields.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
-            raise field_error("max_window_layers", first, "an integer from 0")
+            raise field_error("max_window_layers", first, "an integer of at least 0")
     layer_types = [
         "full_attention" if i < first else "sliding_attention" for i in range(num_layers)
     ]
@@ -103,5 +105,8 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
-    """Return the weight rules of Qwen3: LLaMA's rules, with norms of query and key heads."""
+    """Return the rules that map the tensors of a Qwen3 checkpoint to parameters.
+
+    The rules are those of LLaMA, and also map the weights of the query and key norms.
+    """
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

@@ -63,7 +63,8 @@ class PendingAllReduce:
         partials: This device's rows, as split-K partials.
         peer_header: Addresses of all devices' peer memory (`pallas_kernels.make_exchange_header`).
         buffer_index: Index of the exchange buffer, 0 or 1. Successive all-reduces through peer
-            memory must alternate between the two buffers. Their number in a program must be even.
+            memory must alternate between the two buffers. Each program must contain an even number
+            of all-reduces through peer memory.
     """
 
     partials: Float[Array, "parts T D"]
@@ -74,7 +75,10 @@ class PendingAllReduce:
 def reduce_update(
     update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "T D"]:
-    """Sum the split-K partials of an update, and all-reduce a `PendingAllReduce`."""
+    """Return the rows that an attention or feed-forward block adds to the residual stream.
+
+    Sum the split-K partials. If `update` is a `PendingAllReduce`, then sum over the devices.
+    """
     if isinstance(update, PendingAllReduce):
         local_sum = sum_partials(update.partials, dtype)
         return device_sum(
@@ -265,9 +269,10 @@ def shard_slices(
         shard_shape: Shape of the device's shard.
         device_index: Index of the device in the mesh.
         count: Number of devices.
-        parts: Sizes along the split axis, as pairs (unsharded size, shard size), of the arrays that
-            are concatenated there, such as queries, keys and values. Empty for a single array. If a
-            part has fewer rows than there are devices, several devices hold the same row.
+        parts: Sizes along the split axis, as one pair (unsharded size, shard size) per part of a
+            fused array. For example, a fused projection has a part for queries, one for keys and
+            one for values. Empty for an array that is not fused. If a part has fewer rows than
+            there are devices, several devices hold the same row.
     """
     axis, origin = sharded_axis(unsharded_shape, shard_shape), (0,) * len(unsharded_shape)
     if axis is None:
@@ -279,8 +284,8 @@ def shard_slices(
     slices, unsharded_offset, local_offset = [], 0, 0
     for size, shard_size in parts or [(unsharded_shape[axis], shard_shape[axis])]:
         shape = (*unsharded_shape[:axis], shard_size, *unsharded_shape[axis + 1 :])
-        # If the devices outnumber the KV heads, several devices hold the same head. Round down to a
-        # multiple of `shard_size`, so that these devices get the same start.
+        # If the devices outnumber the KV heads, several devices hold the same head. These devices
+        # need the same start, so round the device's offset down to a multiple of `shard_size`.
         start = unsharded_offset + device_index * size // count // shard_size * shard_size
         slices.append(ShardSlice(at(start), at(local_offset), shape))
         unsharded_offset, local_offset = unsharded_offset + size, local_offset + shard_size

@@ -36,7 +36,7 @@ class JaxModelSizes:
     tensor_parallel_size: int = 1
 
     def shard(self, count: int) -> "JaxModelSizes":
-        """Return the sizes of the shard of each of `count` devices, which split the KV heads.
+        """Return the sizes of the model on one device, if `count` devices split the KV heads.
 
         Raises:
             ValueError: `count` does not divide the number of KV heads.
@@ -50,7 +50,7 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of tokens whose logits each device has. It is the size of the vocabulary."""
+        """Number of logits per token on each device. Every device has the whole vocabulary."""
         return self.vocab_size
 
     @property

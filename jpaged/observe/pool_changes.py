@@ -5,7 +5,7 @@ Unlike the functions in `pool_report.py`, these reports do not examine the whole
 call of `PoolWatch.look` takes time proportional to the number of blocks. Each later call takes time
 proportional to the number of changed blocks and of sequences that hold blocks. The pool does not
 record its changes, so a watch looks for changed blocks in three places: at both ends of the queue
-of free blocks, in changed block tables, and in changed pins.
+of free blocks, in changed block tables, and in prefixes that were pinned or unpinned.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,8 +29,9 @@ class ChangedBlocks(NamedTuple):
 
     Attributes:
         block_ids: Ids of the blocks, in increasing order.
-        counts: Number of block tables and pins that hold each block; 0 if the block is free, and
-            `CACHED` if the free block keeps cached content.
+        counts: Number of references to each block, from block tables and from prefixes pinned by
+            `Engine.pin_prefix`; 0 if the block is free, and `CACHED` if the free block keeps cached
+            content.
         content_hashes: Low 32 bits of the hash of each block's content in the prefix cache; 0 if
             the block is not in the prefix cache.
     """
@@ -150,9 +151,9 @@ class PoolWatch:
         self._pinned: list[int] = []
         self._swap_entries: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        # Blocks whose tokens have not been returned yet, by id. The value is a sequence and the
-        # block's index in the block table of this sequence; None if the tokens are in the prefix
-        # cache.
+        # Blocks whose tokens `look` has not returned yet. Maps a block id to a sequence and the
+        # block's index in the sequence's block table, or to None if the prefix cache has the
+        # tokens.
         self._unreported_blocks: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class BlockState(StrEnum):
     """State of a block in the pool. Every block has exactly one state."""
 
     FREE = "free"
-    USED = "used"  # a sequence or a pin holds the block
+    USED = "used"  # a sequence or a prefix pinned by `Engine.pin_prefix` holds the block
     CACHED = "cached"  # free, but the prefix cache keeps the content until the block is reused
 
 
@@ -33,9 +33,10 @@ class BlockInfo:
     Attributes:
         block_id: Id of the block in the pool.
         state: State of the block: free, used or cached.
-        ref_cnt: Number of block tables and pins that hold the block.
-        num_filled_slots: Number of slots with the KV of a token. All slots of a cached block are
-            filled, and none of a free block.
+        ref_cnt: Number of references to the block, from block tables and from prefixes pinned by
+            `Engine.pin_prefix`.
+        num_filled_slots: Number of slots with the KV of a token. A cached block is completely
+            filled. A free block has no filled slots.
         request_ids: Ids of the requests whose sequences hold the block, without duplicates. A
             finished request is listed while a step in flight may write to the block.
         is_pinned: Whether a pinned prefix holds the block.
@@ -129,7 +130,10 @@ class MemoryReport:
 
     @property
     def num_used_slots(self) -> int:
-        """Number of slots in blocks that sequences and pins hold."""
+        """Number of slots in used blocks.
+
+        Sequences and prefixes pinned by `Engine.pin_prefix` hold the used blocks.
+        """
         return self.num_token_slots + self.num_waste_slots
 
     @property
@@ -276,9 +280,9 @@ def num_waste_slots(scheduler: "Scheduler") -> int:
 def _iter_partial_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     """Yield a tuple (sequence, block id, number of empty slots) for each block with empty slots.
 
-    Without speculative decoding, only the last block of a sequence has empty slots. Sequences that
-    share a last block have the same number of computed tokens. A forked sequence starts with its
-    parent's number, and gets a copy of a shared block before it writes to the block.
+    Without speculative decoding, only the last block of a sequence has empty slots. A block that
+    several sequences share is yielded once per sequence, with the same number of empty slots each
+    time: a sequence gets a copy of a shared block before it writes to the block.
     """
     size = scheduler.block_manager.block_size
     for sequence in scheduler.sequences.by_id.values():
@@ -294,7 +298,7 @@ def _count_empty_slots(scheduler: "Scheduler") -> dict[int, int]:
 def _count_reserved_slots(scheduler: "Scheduler") -> int:
     """Return the number of empty slots that a sequence may still fill."""
     reserved = Counter[int]()
-    # Number of empty slots in the earlier blocks of each sequence, by sequence id.
+    # Number of empty slots that the loop has visited so far, by sequence id.
     num_before: dict[int, int] = {}
     for sequence, block_id, empty in _iter_partial_blocks(scheduler):
         if sequence.finish_reason is None:

@@ -113,12 +113,12 @@ def _is_free(row: Iterable[BlockInfo]) -> bool:
 def _format_rows(
     is_free: bool, rows: Iterable[list[BlockInfo]], block_size: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a drawing, each as (number of blocks, text).
+    """Yield the lines that draw blocks of the pool, each as (number of blocks in the line, text).
 
     Args:
-        is_free: Whether all blocks of all rows are free. If true, yield a single line with the
-            number of blocks.
-        rows: Rows of blocks.
+        is_free: Whether all blocks are free. If true, yield a single line with the number of
+            blocks instead of one line per row.
+        rows: Blocks to draw, at most `BLOCKS_PER_LINE` in each row.
         block_size: Number of slots in a block.
     """
     if is_free:

@@ -16,10 +16,10 @@ class EngineStats:
     Attributes:
         block_size: Number of slots in a block.
         num_blocks: Number of blocks that can hold tokens.
-        num_free_blocks: Number of blocks that no sequence and no pin holds, including cached
-            blocks.
+        num_free_blocks: Number of blocks that no sequence and no pinned prefix holds, including
+            cached blocks.
         num_cached_blocks: Number of free blocks whose content a later prefix may use.
-        num_pinned_blocks: Number of blocks that pinned prefixes hold.
+        num_pinned_blocks: Number of blocks that pinned prefixes hold (see `Engine.pin_prefix`).
         peak_used_blocks: Maximum number of used blocks since the start.
         num_waste_slots: Number of empty slots in used blocks: fewer than one block's slots per
             sequence.
@@ -97,7 +97,7 @@ class EngineStats:
 
     @property
     def num_used_blocks(self) -> int:
-        """Number of blocks that sequences and pins hold."""
+        """Number of blocks that sequences or pinned prefixes (`Engine.pin_prefix`) hold."""
         return self.num_blocks - self.num_free_blocks
 
     @property
@@ -176,7 +176,7 @@ class MemoryAccount:
         return self.total - self.workspace
 
     def lines(self) -> list[str]:
-        """Return the account as text, one line per purpose."""
+        """Return one line of text per use of device memory, such as "KV cache 1,024.0 MiB"."""
         parts = [
             ("weights", self.weights),
             ("sampling state", self.sampling),
@@ -201,6 +201,6 @@ class MemoryAccount:
         in_use, peak, limit = (f"{stats[name] / 2**20:,.1f} MiB" for name in names)
         resident_mib = f"{self.resident / 2**20:,.1f}"
         return [
-            f"device memory: {in_use} in use ({resident_mib} MiB in the account), peak {peak}, "
+            f"device memory: {in_use} in use ({resident_mib} MiB planned), peak {peak}, "
             f"limit {limit}"
         ]

@@ -124,7 +124,10 @@ class TextStream:
         return held
 
     def capture_text(self, coroutine: ParserCoroutine[None]) -> ParserCoroutine[str]:
-        """Run `coroutine` and return the text that it takes. The stream must have no sink."""
+        """Run a parser coroutine, and return the text that the coroutine consumes.
+
+        `sink` must be None, so that the stream buffers the text.
+        """
         num_held = len(self._buffer)
         yield from coroutine
         return "".join(self._buffer[num_held:])
@@ -260,7 +263,8 @@ class TextStream:
         return len(text) - held
 
     def take_rest(self) -> str:
-        """Take and return all remaining text. Do not pass the text to the sink."""
+        """Take and return all remaining text. Unlike the other `take_...` methods, this method does
+        not pass the text to `sink`."""
         rest, self._position = self._text[self._position :], len(self._text)
         return rest
 

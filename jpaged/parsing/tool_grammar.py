@@ -268,10 +268,11 @@ def _check_parameters(path: str, schema: Any) -> None:
 
 
 def _closed_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, changed so that unnamed arguments are forbidden.
+    """Return the JSON schema of a tool's arguments, which forbids unlisted arguments if possible.
 
-    `additionalProperties: false` is added under three conditions: `properties` names at least one
-    argument, `properties` names all required arguments, and no other keyword could allow unnamed
+    An argument is unlisted if `properties` does not contain the argument's name.
+    `additionalProperties: false` is added under three conditions: `properties` lists at least one
+    argument, `properties` lists all required arguments, and no other keyword could allow unlisted
     arguments.
     """
     schema = {"type": "object", **tool_parameters(function)}

@@ -41,9 +41,9 @@ def buffer_sizes() -> list[int]:
     """Return the size in bytes of each buffer that `reserve_fragments` allocates, in allocation
     order.
 
-    Buffers of equal size are allocated directly after one another. The first of them may fill gaps
-    between other arrays. Once every gap is too small for one of these buffers, it is too small for
-    the rest of them, so the rest are adjacent in memory.
+    Buffers of equal size are allocated directly after one another. The first buffers of a size may
+    fill gaps between other arrays. When no gap is large enough, the remaining buffers of the size
+    are allocated at adjacent addresses.
     """
     return [size for size in FRAGMENT_SIZES for _ in range(BUFFERS_PER_SIZE)]
 
@@ -71,7 +71,10 @@ def select_buffers_to_free(buffers: Sequence[tuple[int, int]]) -> frozenset[int]
 
 
 def reserve_fragments(devices: Sequence[Any]) -> list[jax.Array]:
-    """Allocate small buffers on each device, and free every second buffer to leave fragments.
+    """Reserve small fragments of free memory on each device.
+
+    The function allocates small buffers, and frees every second buffer. Each freed buffer leaves a
+    fragment: a gap between two buffers that stay in use.
 
     Call this function after the persistent arrays are allocated. The function uploads 3.3 MB to
     each device in one call and compiles nothing.
@@ -80,8 +83,8 @@ def reserve_fragments(devices: Sequence[Any]) -> list[jax.Array]:
         devices: Devices to reserve fragments on; None is the default device.
 
     Returns:
-        The uint8 arrays between the fragments. The fragments exist as long as the caller holds
-        these arrays.
+        The buffers that stay in use, as uint8 arrays. The fragments exist as long as the caller
+        holds these arrays.
     """
     guards: list[jax.Array] = []
     for device in devices:

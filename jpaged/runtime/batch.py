@@ -118,11 +118,11 @@ def pack_decode(
     Args:
         scheduled: The plan's sequences, each with one token and at most `max_block_updates` new
             blocks.
-        rows: Device row of each sequence, int [len(scheduled)].
+        rows: Row of each sequence in the arrays on the device, int [len(scheduled)].
         limits: With speculative decoding, the number of tokens for which each sequence has slots
             (`StepPlan.limits`).
-        sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
-            the padding row.
+        sampling_table: Packed sampling parameters, int32 [R, W]: one entry for each row of the
+            arrays on the device. The last row is the padding row.
         num_rows: Number of rows to pad to: the number of rows of the step's logits.
         max_blocks: Number of entries in a block table (M). As a block index, this number means "no
             new block".
@@ -233,11 +233,11 @@ def pack_prefill(
 
     Args:
         scheduled: The plan's sequences, in the order in which the step computes them.
-        rows: Device row of each sequence, int [len(scheduled)].
+        rows: Row of each sequence in the arrays on the device, int [len(scheduled)].
         limits: With speculative decoding, the number of tokens for which each sequence has slots
             (`StepPlan.limits`).
-        sampling_table: Packed sampling parameters of each device row, int32 [R, W]. The last row is
-            the padding row.
+        sampling_table: Packed sampling parameters, int32 [R, W]: one entry for each row of the
+            arrays on the device. The last row is the padding row.
         num_tokens: Number of tokens to pad to.
         batch_size: Number of sequences to pad to.
         max_blocks: Number of entries in a block table (M).
@@ -302,10 +302,11 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
 
 
 class RowTable:
-    """Device rows of the running sequences, and the sampling parameters of each row.
+    """Table of the row that each running sequence has in the arrays on the device.
 
-    The last row is the padding row and is never assigned. All sampling parameters are in one array,
-    so that packing a step selects the rows by one index operation instead of a loop.
+    The table also has the sampling parameters of each row. The last row is the padding row and is
+    never assigned. All sampling parameters are in one array, so that packing a step selects the
+    rows by one index operation instead of a loop.
     """
 
     def __init__(self, num_rows: int):
@@ -319,7 +320,7 @@ class RowTable:
         return seq_id in self._row_by_seq_id
 
     def assign(self, seq_id: int) -> int:
-        """Assign a free device row to a sequence that joins the batch.
+        """Assign a free row in the arrays on the device to a sequence that joins the batch.
 
         Tokens of the row are sampled greedily until `set_sampling` is called.
 
@@ -328,35 +329,38 @@ class RowTable:
         """
         if seq_id in self._row_by_seq_id:
             raise ValueError(
-                f"sequence {seq_id} has device row {self._row_by_seq_id[seq_id]} already: "
-                "release the row first"
+                f"sequence {seq_id} already has row {self._row_by_seq_id[seq_id]} in the arrays "
+                "on the device: release the row first"
             )
         row = self._row_by_seq_id[seq_id] = self._free_rows.pop()
         self.sampling_table[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
         return row
 
     def set_sampling(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Set the sampling parameters and the seed of a device row."""
+        """Set the sampling parameters and the seed of the sequence that has the row `row`."""
         self.sampling_table[row], self._levels[row] = (
             pack_params(params, seed),
             required_level(params),
         )
 
     def row(self, seq_id: int) -> int:
-        """Return the device row that is assigned to a sequence."""
+        """Return the row of a sequence in the arrays on the device."""
         return self._row_by_seq_id[seq_id]
 
     def release(self, seq_id: int) -> None:
-        """Free the device row of a sequence that left the batch."""
+        """Free the row, in the arrays on the device, of a sequence that left the batch."""
         self._free_rows.append(self._row_by_seq_id.pop(seq_id))
 
     def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-        """Return the device row of each scheduled sequence, int32."""
+        """Return the row of each scheduled sequence in the arrays on the device.
+
+        The result is int32 [len(scheduled)].
+        """
         row_by_seq_id = self._row_by_seq_id
         return np.fromiter(
             (row_by_seq_id[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled)
         )
 
     def level(self, rows: np.ndarray) -> SamplerLevel:
-        """Return the sampling level that has the features of all device rows in `rows`."""
+        """Return the set of all sampling features that the rows in `rows` need."""
         return SamplerLevel(int(np.bitwise_or.reduce(self._levels[rows])))

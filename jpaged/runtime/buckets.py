@@ -58,12 +58,13 @@ class Buckets:
     verify_batch_sizes: tuple[int, ...] = ()
 
     def has_burst(self, num_seqs: int, goal: SchedulingGoal) -> bool:
-        """Return whether steps of `num_seqs` sequences should be launched as a burst.
+        """Return whether decode steps of `num_seqs` sequences should be launched as a burst, which
+        runs several steps as one program.
 
         A batch of at most `SMALL_BATCH_SEQS` sequences may be padded to the batch size of a burst:
-        padding costs less than a launch for each step. A larger batch gets no extra padding. The
-        batch size of its decode step must be one of `burst_batch_sizes`, and the goal must be
-        throughput.
+        padding costs less than a launch for each step. A larger batch gets no extra padding. For a
+        larger batch, `goal` must be `THROUGHPUT`, and `burst_batch_sizes` must contain the batch
+        size of the decode step.
         """
         if num_seqs <= SMALL_BATCH_SEQS:
             return bool(self.burst_batch_sizes)
@@ -73,8 +74,8 @@ class Buckets:
     @cached_property
     def logits_row_sizes(self) -> tuple[int, ...]:
         """Every number of rows that a step's logits can have. Logits of small batches are padded to
-        few such numbers, because each number needs a program for every sampling level
-        (docs/decisions/0003).
+        few such numbers, because each number needs several sampling programs, with different
+        sampling features (docs/decisions/0003).
         """
         whole = _keep_powers_of_two(self.decode_batch_sizes)
         more = (seqs for seqs in self.decode_batch_sizes if seqs > MAX_PADDED_LOGITS_SEQS)
@@ -94,12 +95,12 @@ class Buckets:
 
     @property
     def prefill_token_sizes(self) -> tuple[int, ...]:
-        """All different numbers of tokens of prefill buckets, in ascending order."""
+        """Token counts to which prefill steps are padded, in ascending order."""
         return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))
 
     @property
     def prefill_batch_sizes(self) -> tuple[int, ...]:
-        """All different numbers of sequences of prefill buckets, in ascending order."""
+        """Sequence counts to which prefill steps are padded, in ascending order."""
         return tuple(sorted({seqs for _, seqs in self.prefill_shapes}))
 
     def prefill_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
@@ -157,8 +158,8 @@ def _verify_sizes(
     Args:
         decode_batch_sizes: Batch sizes of decode steps.
         num_queries: Number of tokens per sequence.
-        max_num_tokens: Maximum number of tokens in a step. The smallest batch size is returned even
-            if its sequences have more tokens in total.
+        max_num_tokens: Maximum number of tokens in a step. The smallest batch size is always
+            returned, even if a step of this size exceeds the maximum.
     """
     max_seqs = min(max_num_tokens // num_queries, MAX_VERIFY_SEQS)
     fitting = [seqs for seqs in decode_batch_sizes if seqs <= max_seqs]

@@ -19,10 +19,10 @@ from jpaged.runtime.sampler import TOKENS_PER_LOAD
 
 
 class RowTokens(NamedTuple):
-    """Tokens of each device row. Only an engine with speculative decoding has this state: the host
-    reads accepted drafts one step late, so only the device knows the current length of a row.
+    """Tokens of the running sequences, stored on the device with one row per sequence.
 
-    Row R-1 is the padding row.
+    Only an engine with speculative decoding has this state: the host reads accepted drafts one step
+    late, so only the device knows the current length of a row. Row R-1 is the padding row.
     """
 
     lengths: Int32[Array, "R"]
@@ -67,8 +67,8 @@ class NgramDrafter:
         width = history.shape[1]
         position = jnp.arange(width, dtype=jnp.int32)[None]
         lengths = lengths[:, None]
-        # For each position, `num_equal` counts the tokens that end at this position and equal the
-        # last tokens of the row, up to `max_ngram`.
+        # `num_equal` is the length of the longest match that ends at each position. A match is a
+        # run of at most `max_ngram` tokens that equals the last tokens of the row.
         num_equal, is_equal = jnp.zeros_like(history), position < lengths - 1
         for back in range(self.max_ngram):
             at = jnp.maximum(lengths - 1 - back, 0)
@@ -114,14 +114,15 @@ def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Boo
 def pack_tokens(
     rows: Mapping[int, Sequence[int]], padding_row: int, max_model_len: int
 ) -> Iterator[np.ndarray]:
-    """Yield the arguments for the calls of `load_tokens` that set the tokens of `rows`: one int32
-    array [3, E] for each call.
+    """Yield arrays of a fixed size, int32 [3, E], with the tokens of new sequences.
+
+    The caller passes each array to `load_tokens`, as the argument `entries`.
 
     Args:
-        rows: Tokens by device row.
-        padding_row: Row of padding entries.
-        max_model_len: Position of padding entries. It is out of bounds, so `load_tokens` drops the
-            entries.
+        rows: Tokens of each new sequence, by index of the sequence's row in `RowTokens`.
+        padding_row: Index of the padding row. Unused columns of the last array name this row.
+        max_model_len: Maximum number of tokens in a row. Unused columns have this number as their
+            position. The position is out of bounds, so `load_tokens` drops unused columns.
     """
     sizes = [len(tokens) for tokens in rows.values()]
     owners = np.repeat(np.array([*rows], np.int32), sizes)
@@ -136,15 +137,15 @@ def pack_tokens(
 
 
 def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowTokens:
-    """Store the tokens of sequences that join the batch in the sequences' device rows.
+    """Write the tokens of new sequences to `row_tokens.history`.
 
     The function does not change the lengths of rows. Each step sets the lengths of the rows that it
     computes.
 
     Args:
-        row_tokens: Tokens of all rows. Donate them to update them in place.
-        entries: Array from `pack_tokens` with E entries. Each entry is a column with a device row,
-            a position in the row, and the token to store there.
+        row_tokens: Tokens of all running sequences. Donate the arrays to update them in place.
+        entries: Array from `pack_tokens` with E entries. Each entry is a column: the sequence's row
+            in `row_tokens`, a position in the row, and the token to store there.
     """
     rows, positions, tokens = entries
     history = row_tokens.history.at[rows, positions].set(tokens, mode="drop")
@@ -154,13 +155,15 @@ def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowT
 def resolve_lengths(
     seq_lens: Int32[Array, "B"], limits: Int32[Array, "B"], lengths: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Return the number of tokens in each batch row; -1 if a row has more tokens than its limit.
+    """Return the length of each batch row in tokens. The step skips rows with a result of -1.
+
+    The result is -1 if a row has more tokens than slots.
 
     Args:
-        seq_lens: Lengths from the host. -1: the host does not know the length, so use `lengths`.
-            0: padding.
+        seq_lens: Lengths that the host knows; 0 for padding. If the host does not know a length,
+            the value is -1, and the function takes the length from `lengths`.
         limits: Number of tokens for which each row has slots.
-        lengths: Lengths of the rows from the device.
+        lengths: Lengths that the device has stored.
     """
     actual = jnp.where(seq_lens < 0, lengths, seq_lens)
     return jnp.where(actual <= limits, actual, -1)
@@ -172,13 +175,14 @@ def append_tokens(
     lengths: Int32[Array, "B"],
     token_ids: Int32[Array, "B Q"],
 ) -> RowTokens:
-    """Append the tokens of a step to device rows.
+    """Append the tokens of a step to the rows of `row_tokens`.
 
     Args:
-        row_tokens: Tokens of all rows.
-        rows: Device row of each row of the batch.
-        lengths: Number of tokens of each row before the step; -1 leaves the row unchanged.
-        token_ids: Tokens to append. Negative values, which come last, are ignored.
+        row_tokens: Tokens of all running sequences.
+        rows: For each sequence of the batch, the index of the sequence's row in `row_tokens`.
+        lengths: Number of tokens of each sequence before the step. If the number is -1, the
+            sequence's row stays unchanged.
+        token_ids: Tokens to append to each sequence, followed by negative values as padding.
     """
     padding_row, width = row_tokens.lengths.shape[0] - 1, row_tokens.history.shape[1]
     rows = jnp.where(lengths >= 0, rows, padding_row)

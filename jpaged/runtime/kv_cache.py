@@ -15,7 +15,10 @@ along this axis."""
 
 
 class KVState(NamedTuple):
-    """The KV pool and the block table of each device row, which step programs update in place."""
+    """The KV pool, and the block tables of the running sequences, one row per sequence.
+
+    Step programs update both in place.
+    """
 
     pool: tuple[LayerKV, ...]
     block_tables: Int32[Array, "R M"]

@@ -1,8 +1,8 @@
 """Launch step plans on the device.
 
-`ModelRunner` assigns device rows, packs plans and launches compiled programs in plan order. The
-runner owns the arrays that stay on the device. Swapping, scoring and drafting are in separate
-modules, which the runner calls.
+`ModelRunner` owns the arrays that stay on the device. The runner assigns each running sequence a
+row of these arrays (a device row), packs plans, and launches compiled programs in plan order.
+Swapping, scoring and drafting are in separate modules, which the runner calls.
 
 A launch does not wait for the device: `StepHandle.read` waits. The only exception is
 `_launch_small`, which waits after every `MAX_LAUNCHES_AHEAD` small launches on tensor-parallel
@@ -72,7 +72,7 @@ class UnsampledStep:
         scheduled: The plan's sequences, in the order of the step's rows.
         num_rows: Number of rows of the logits; rows after `scheduled` are padding.
         row_indices: For each of the plan's sequences, the index of the step's row that computes it.
-        level: Sampling level that has the features of every row.
+        level: Sampling features that at least one row needs, such as random sampling.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
         prompt_scores: Scores of prompt tokens.
@@ -118,7 +118,7 @@ class ModelRunner:
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         self._levels = sampler_levels(config, is_vocab_sharded=shapes.is_vocab_sharded)
-        # For each sampling level, the first compiled level that includes its features.
+        # Maps each set of sampling features to the first compiled set that contains them.
         self._compiled_levels = {
             level: next(it for it in self._levels if it.covers(level))
             for level in map(SamplerLevel, range(FULL_LEVEL + 1))
@@ -134,10 +134,10 @@ class ModelRunner:
         # Requests that failed while the current plan was launched.
         self._faults: list[RequestFault] = []
         self._num_small_launches = 0
-        # `RowMarks` of sequences that join the batch, by device row.
+        # `RowMarks` of sequences that join the batch, by the sequence's row on the device.
         self._new_marks: dict[int, RowMarks] = {}
         self._drafter = None if config.speculation is None else make_drafter(config.speculation)
-        # Tokens of sequences that join the batch, by device row.
+        # Tokens of sequences that join the batch, by the sequence's row on the device.
         self._new_tokens: dict[int, list[int]] = {}
         persistent_arrays = {
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
@@ -168,8 +168,8 @@ class ModelRunner:
         self._wait = jax.block_until_ready if mesh is None else wait_for_devices
         self._swap_entries = SwapEntries(shapes.kv.pool, config.num_host_blocks, self._wait)
         # Before any step runs, leave small free gaps in device memory. Later small buffers fill
-        # these gaps, so that large buffers keep their addresses. `_guards` is never read: it only
-        # keeps the arrays between the gaps allocated.
+        # these gaps, so that large buffers keep their addresses. A gap lasts as long as the arrays
+        # around the gap are allocated, so `_guards` holds these arrays. No code reads `_guards`.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = reserve_fragments(devices) if config.backend is Backend.TRITON else []
 
@@ -333,12 +333,17 @@ class ModelRunner:
         )
 
     def fits_burst(self, plan: StepPlan, goal: SchedulingGoal) -> bool:
-        """Return whether a burst may contain the plan.
+        """Return whether `plan` fits into a burst, which runs several steps as one program.
 
-        The plan must be a decode step without block copies, swaps or forks. The goal must allow
-        bursts of as many sequences as the plan has. One of the `BURST_LEVELS` must have the
-        features of every row. A plan with a beam search never fits, because the search needs the
-        scores of each step before the next step.
+        The plan must meet all of these conditions:
+
+        - The plan is a decode step without block copies, swaps or forks.
+        - `Buckets.has_burst` is true for `goal` and the number of sequences.
+        - Without drafts: a burst program has the sampling features that the rows need. Burst
+          programs are compiled for the sets of features in `BURST_LEVELS`.
+        - With drafts: the plan has at most `SMALL_BATCH_SEQS` sequences, and the verify program for
+          the rows has fewer features than `FULL_LEVEL`, the set of all sampling features.
+        - The plan has no beam search: a beam search needs a step's scores before the next step.
         """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:
             return False
@@ -360,8 +365,8 @@ class ModelRunner:
         does.
         """
         rows, level = [], SamplerLevel.GREEDY
-        # Look up a plan's rows before the row changes of the next plan: the next plan may release
-        # rows that this plan uses.
+        # `_update_rows` may release rows that the previous plan uses. So look up the rows of each
+        # plan before `_update_rows` is called for the next plan.
         for plan in plans:
             self._update_rows(plan, sampling)
             rows.append(self._rows.rows(plan.scheduled))
@@ -384,7 +389,7 @@ class ModelRunner:
 
         Args:
             plans: The plans. The caller has called `_update_rows` for each plan.
-            rows: Device rows of each plan's sequences.
+            rows: For each plan, the rows of its sequences in the arrays on the device.
         """
         level = self._verify_level(self._rows.level(np.concatenate(rows)))
         sizes = self._buckets.verify_batch_sizes
@@ -407,8 +412,8 @@ class ModelRunner:
         ]
 
     def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
-        """Return the lowest compiled sampling level of verify steps that has all features of
-        `level`."""
+        """Return the sampling features of the verify program for rows that need the features in
+        `level`: the first of `verify_levels` that contains all of these features."""
         return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:
@@ -508,9 +513,9 @@ class ModelRunner:
                 self._launch_small("load_rows", marks=packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingLookup) -> None:
-        # `sources` maps the device row of each child to the row to copy. The program reads all rows
-        # before it writes any row. So if the parent was forked in the same plan, copy the row from
-        # which the parent is copied.
+        # `sources` maps the row of each child to the row to copy. The program reads all rows
+        # before it writes any row. If the parent is itself a child in this plan, the parent's row
+        # has no data yet. The child is then copied from the row that the parent is copied from.
         sources: dict[int, int] = {}
         for parent, child in plan.row_forks:
             source = self._rows.row(parent.seq_id)
@@ -524,7 +529,7 @@ class ModelRunner:
         self._launch_pairs("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 
     def _assign_row(self, sequence: Sequence, sampling: SamplingLookup) -> int:
-        """Assign a device row to a sequence that joins the batch, and return the row.
+        """Assign a row on the device to a sequence that joins the batch, and return the row.
 
         The request's parameters are converted before any launch. If the conversion fails, only this
         request fails: the error is added to the plan's faults.
@@ -568,8 +573,8 @@ def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, .
 def _start_copy_to_host(sampled: SampledTokens, level: SamplerLevel) -> Any:
     """Start copying the results of a step or burst to the host, and return the copied array.
 
-    The array holds the sampled tokens. If `level` has `LOGPROBS`, it holds the scores, which
-    contain the tokens.
+    The copied array is `sampled.scores` if the sampling features in `level` include `LOGPROBS`, and
+    otherwise `sampled.token_ids`. The scores also contain the ids of the sampled tokens.
     """
     wanted = sampled.token_ids
     if SamplerLevel.LOGPROBS in level and sampled.scores is not None:

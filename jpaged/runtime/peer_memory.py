@@ -1,10 +1,10 @@
 """Memory for all-reduces between tensor-parallel devices, and a function that waits with a time
 limit.
 
-An all-reduce kernel stores data in the memory of another device (`pallas_kernels.all_reduce`).
-Programs receive the address of this exchange memory as a number, so the array at the address must
-stay allocated as long as programs run. This module holds these arrays: no other code may donate,
-copy or free them.
+An all-reduce kernel stores data in an array on another device (`pallas_kernels.all_reduce`). This
+array is called the exchange memory of the other device. Programs receive the address of the array
+as a number, so the array must stay allocated as long as programs run. This module holds the arrays
+of all devices: no other code may donate, copy or free the arrays.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ its engine loop, by default 300 s. `MAX_STEP_S` is lower, so that the server rep
 _POLL_INTERVAL_S = 2e-5
 
 _exchange_memories: list[jax.Array] = []
-"""Exchange memories of all engines, 8 MiB per device. They are never freed: steps in flight still
-write to the memory of an engine that was dropped."""
+"""Arrays through which the all-reduce kernels of all engines exchange data, 8 MiB per device. The
+arrays are never freed: steps in flight still write to the arrays of an engine that was dropped."""
 
 
 def wait_for_devices(arrays: Any) -> None:
@@ -58,13 +58,15 @@ def wait_for_devices(arrays: Any) -> None:
                     "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # if the computation failed, this raises its error
+        jax.block_until_ready(array)  # raises the error if the computation failed
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
-    """Return the shape of the concatenated peer-memory headers of a mesh. A header holds the
-    addresses of the exchange memories. Return None if no kernel supports the mesh's number of
-    devices."""
+    """Return the shape of `PeerMemory.headers` for a mesh.
+
+    A device's header holds the addresses of the arrays through which the devices exchange data.
+    Return None if no all-reduce kernel supports the mesh's number of devices.
+    """
     words = exchange_word_counts(mesh.size, Backend.TRITON)
     return (
         None
@@ -121,9 +123,9 @@ class PeerMemory:
         limit = {} if max_polls is None else {"max_polls": max_polls}
         rows = [make_exchange_header(rank, addresses, **limit) for rank in range(mesh.size)]
         self.headers = jax.device_put(np.concatenate(rows), sharding)
-        # Each check must copy the headers before reading them, because JAX caches values that the
-        # host has read. Compile the copy function here, because nothing may be compiled after the
-        # start.
+        # `check_devices` must copy the headers before it reads their values, because JAX caches
+        # values that the host has read. Compile the copy function in the constructor, because a
+        # running engine must not compile.
         self._copy_headers = jax.jit(lambda headers: headers * 1).lower(self.headers).compile()
 
     def check_devices(self) -> None:

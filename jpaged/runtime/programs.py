@@ -1,4 +1,4 @@
-"""Names of compiled programs, the sampling levels to compile, and shapes of programs' arrays."""
+"""Names of compiled programs, their sets of sampling features, and shapes of their arrays."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,13 +38,13 @@ BLOCK_COPIES_CHUNK = 64
 """Number of blocks that one launch of `copy_blocks_step` copies."""
 
 BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
-"""Sampling levels (sets of sampling features) that bursts are compiled for. A burst runs at the
-first of these levels that has the features of all its rows."""
+"""Sets of sampling features that bursts are compiled for. A burst uses the first of these sets that
+has the features of all rows in the burst."""
 
 
 VERIFY_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED, FULL_LEVEL)
-"""Sampling levels (sets of sampling features) that verify steps are compiled for. A step runs at
-the first of these levels that has the features of all its rows."""
+"""Sets of sampling features that verify steps are compiled for. A step uses the first of these sets
+that has the features of all rows in the step."""
 
 MAX_VERIFY_LOGITS_ROWS = 256
 """Maximum number of rows of logits that a verify step computes at once. A batch with more rows is
@@ -87,11 +87,10 @@ class SplitModel:
         return tuple(jax.ShapeDtypeStruct(per_device_shape(it), it.dtype) for it in self.leaves)
 
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """Return a function that calls `step`.
+        """Return a function that takes a tuple of parameters, makes the model, and calls `step`.
 
-        The returned function takes one device's shard of each parameter instead of the model, or
-        global arrays if `takes_global_arrays`. It passes the keyword arguments `static` to `step`
-        in each call.
+        The parameters are global arrays if `takes_global_arrays` is true, and otherwise the shards
+        of one device. Each call of the function passes the keyword arguments `static` to `step`.
         """
 
         # `run` must not refer to `self`, because a reference would keep `self.leaves` in memory.
@@ -123,7 +122,7 @@ class DeviceShapes:
     is_vocab_sharded: bool = False
     """Whether each device has the logits of only its shard of the vocabulary."""
     row_tokens: RowTokens | None = None
-    """Tokens of each device row; None without speculative decoding."""
+    """Tokens of the running sequences, one row per sequence; None without speculative decoding."""
 
     @staticmethod
     def of(
@@ -210,12 +209,12 @@ def int32_shape(*shape: int) -> jax.ShapeDtypeStruct:
 def sampler_levels(
     config: RuntimeConfig, *, is_vocab_sharded: bool = False
 ) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels (sets of sampling features) that sample steps are compiled for.
+    """Return the sets of sampling features that sample steps are compiled for.
 
-    A batch runs at the first of these levels that has the features of all its rows.
+    A batch uses the first of these sets that has the features of all rows in the batch.
 
-    If the vocabulary is split over devices, the levels that need no whole rows of logits come
-    first. At these levels, `sample` does not gather the logits of all devices.
+    If the vocabulary is split over devices, the sets that need no whole rows of logits come first.
+    With these sets, `sample` does not gather the logits of all devices.
     """
     levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:
@@ -234,8 +233,8 @@ def num_scored_rows(config: RuntimeConfig, num_tokens: int) -> int:
 
 
 def verify_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """Return the sampling levels (sets of sampling features) that verify steps are compiled for:
-    all `VERIFY_LEVELS`, or the first and the last of them if `few_programs` is set."""
+    """Return the sets of sampling features that verify steps are compiled for: all `VERIFY_LEVELS`,
+    or only the first and the last of `VERIFY_LEVELS` if `few_programs` is set."""
     if config.few_programs:
         return VERIFY_LEVELS[0], VERIFY_LEVELS[-1]
     return VERIFY_LEVELS

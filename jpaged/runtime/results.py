@@ -88,11 +88,13 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TargetLogprobs:
-    """Log-probabilities of C prompt tokens, without ranks and without most probable tokens.
+    """Log-probabilities of C prompt tokens.
+
+    This class has neither ranks nor top tokens; `TokenScores` has both.
 
     Attributes:
-        packed: float32 [C, 2], the result of `score_targets_step`: log-probabilities, and 1 where
-            no token is more probable.
+        packed: float32 [C, 2], the result of `score_targets_step`. Column 0 has the prompt token's
+            log-probability. Column 1 is 1 if no token is more probable than the prompt token.
     """
 
     packed: np.ndarray

@@ -56,12 +56,19 @@ class RuntimeConfig:
 
     @property
     def num_rows(self) -> int:
-        """Number of device rows (R): one per running sequence, and a last one for padding."""
+        """Number of rows (R) in the arrays on the device.
+
+        Each running sequence has one row. The last row is for padding.
+        """
         return self.max_num_seqs + 1
 
     @property
     def padding_row(self) -> int:
-        """Device row of padding entries. All entries of its block table are the null block."""
+        """Index of the padding row in the arrays on the device.
+
+        The padding in a batch reads and writes this row, so that no sequence's row changes. The
+        block table of the padding row contains only the null block.
+        """
         return self.max_num_seqs
 
     @cached_property

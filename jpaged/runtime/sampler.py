@@ -94,8 +94,8 @@ class SamplingRows(NamedTuple):
 
 
 class SamplingState(NamedTuple):
-    """State for penalties, biases and forbidden tokens of each running sequence. Row R-1 is the
-    padding row."""
+    """State for penalties, biases and forbidden tokens, with one row per running sequence. Row R-1
+    is the padding row."""
 
     token_state: Int32[Array, "R V"]
     """State of each token: its count in the output, whether the prompt contains it (`IN_PROMPT`),
@@ -205,7 +205,7 @@ class RowMarks(NamedTuple):
     def of(
         token_ids: Sequence[int], num_prompt_tokens: int, ending_ids: Collection[int] = ()
     ) -> "RowMarks":
-        """Return the tokens and marks of a sequence.
+        """Return the initial `SamplingState.token_state` values of a sequence's tokens.
 
         Args:
             token_ids: Prompt tokens, then output tokens. Only a sequence that was preempted has
@@ -223,12 +223,18 @@ class RowMarks(NamedTuple):
 def pack_marks(
     rows: Mapping[int, RowMarks], padding_row: int, vocab_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield the argument `marks` for each call of `load_rows` that is needed to initialize the
-    device rows in `rows`.
+    """Yield the argument `marks` for each call of `load_rows`.
 
-    Each argument is one int32 array [2 N + 3 E]. It holds N row indices and their N prompt lengths,
-    then E row indices with E token ids and E marks. N is `ROWS_PER_LOAD`, and E is
-    `TOKENS_PER_LOAD`.
+    The calls together initialize all rows in `rows`. A mark is an initial value for
+    `SamplingState.token_state`, at one row and one token id.
+
+    Each argument is an int32 array [2 N + 3 E] with five parts: N row indices, N prompt lengths, E
+    row indices, E token ids, E marks. N is `ROWS_PER_LOAD`, and E is `TOKENS_PER_LOAD`.
+
+    Args:
+        rows: Initial values of new sequences, by row of `SamplingState`.
+        padding_row: Value that pads the first N row indices.
+        vocab_size: Value that pads the last three parts.
     """
     items = list(rows.items())
     for first in range(0, len(items), ROWS_PER_LOAD):
@@ -250,13 +256,13 @@ def pack_marks(
 
 
 def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingState:
-    """Initialize the state of device rows for sequences that join the batch.
+    """Initialize the rows of `SamplingState` for sequences that join the batch.
 
-    Only sequences whose parameters adjust the logits need this call; the state of all other rows is
-    never read.
+    Only sequences whose parameters adjust the logits need this call. The rows of all other
+    sequences are never read.
 
     Args:
-        sampling: State of all rows. Donate the state to update it in place.
+        sampling: State of all running sequences. Donate the state to update it in place.
         marks: Array from `pack_marks`: N row indices, N prompt lengths, then E row indices, E
             token ids and E marks. `RowMarks` describes the marks. Token id V is padding.
     """
@@ -278,8 +284,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
 def load_bias(
     sampling: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
 ) -> SamplingState:
-    """Set the biases of device row `row` to an array from `bias_row`. Donate the state to update it
-    in place. Only sequences with biases need this call."""
+    """Set the biases in row `row` of the state to an array from `bias_row`. Donate the state to
+    update it in place. Only sequences with biases need this call."""
     return sampling._replace(logit_bias=sampling.logit_bias.at[row].set(bias))
 
 
@@ -299,8 +305,8 @@ def record_tokens(
 def make_adjustments(
     rows: SamplingRows, state: SamplingState, row_ids: Int32[Array, "B"]
 ) -> Adjustments:
-    """Return the adjustments of each batch row's logits: biases, forbidden tokens and penalties.
-    `row_ids` are the device rows, which index `state`."""
+    """Return the adjustments of each sequence's logits: biases, forbidden tokens and penalties.
+    `row_ids` has the row of each sequence in `state`."""
     early = rows.position - state.prompt_lens[row_ids] < rows.min_tokens
     bits = (rows.is_adjusted, IS_ADJUSTED), (rows.is_biased, HAS_BIASES), (early, BELOW_MIN_TOKENS)
     kinds = sum((jnp.where(holds, jnp.int32(bit), 0) for holds, bit in bits), jnp.int32(0))
@@ -311,7 +317,7 @@ def make_adjustments(
 
 
 class SamplerLevel(IntFlag):
-    """Set of sampling features that a sample step supports.
+    """Sampling level: the set of sampling features that a compiled program has.
 
     The features are independent, except that `TRUNCATED` includes `RANDOM`. A feature changes only
     the tokens of rows whose sampling parameters use the feature. A batch may therefore run at any
@@ -330,7 +336,7 @@ class SamplerLevel(IntFlag):
     """Log-probabilities of tokens."""
 
     def covers(self, other: "SamplerLevel") -> bool:
-        """Return whether this level has all features of `other`."""
+        """Return whether this set of sampling features contains all features in `other`."""
         return other & ~self == 0
 
     @property
@@ -341,15 +347,15 @@ class SamplerLevel(IntFlag):
 
 
 SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
-"""Sampling level with all features except random sampling. For rows that need neither adjustments
-nor scores, this level adds one kernel that exits immediately. If devices split the vocabulary, the
-level also adds a gather of logits."""
+"""Set of all sampling features except random sampling. For rows that need neither adjustments nor
+scores, a program with these features runs one additional kernel, which exits immediately. If
+devices split the vocabulary, the program also gathers the logits of all devices."""
 
 FULL_LEVEL = SamplerLevel.TRUNCATED | SCORED_GREEDY
 
 
 def required_level(params: SamplingParams) -> SamplerLevel:
-    """Return the lowest sampling level that has the features of a request's parameters."""
+    """Return the set of sampling features that a request's parameters need."""
     level = SamplerLevel.GREEDY
     if params.temperature != 0.0:
         level = SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
@@ -359,7 +365,7 @@ def required_level(params: SamplingParams) -> SamplerLevel:
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, and their scores if the sampling level has `LOGPROBS`."""
+    """Sampled tokens, and their scores if the program has the feature `SamplerLevel.LOGPROBS`."""
 
     token_ids: Int32[Array, "B"]
     """Sampled token of each row; `NO_TOKEN` if the row's logits have no finite maximum. The logits
@@ -371,7 +377,7 @@ class SampledTokens(NamedTuple):
 
 
 class _Distribution(NamedTuple):
-    """Distribution that the tokens of random rows are drawn from."""
+    """Distribution from which a token is drawn in each row with a temperature above 0."""
 
     logits: Float32[Array, "B V"]
     """Logits after biases, forbidden tokens and penalties."""
@@ -381,7 +387,8 @@ class _Distribution(NamedTuple):
     scaled: Float32[Array, "B V"]
     """Difference of each logit from the row's highest logit, divided by the temperature."""
     kept: Bool[Array, "B V"] | None
-    """Tokens that truncation kept; None at a level without `TRUNCATED`. Ignored in greedy rows."""
+    """Tokens that truncation (top-k, top-p, min-p) kept; None if the program does not truncate.
+    Ignored in greedy rows."""
 
 
 def sample(
@@ -403,33 +410,36 @@ def sample(
     top-k, top-p. A token depends only on the logits, parameters, seed and position of its row. A
     seeded request therefore gives the same tokens in any batch.
 
-    If devices split the vocabulary, the level decides what the devices exchange. At a level without
-    `SamplerLevel.needs_whole_rows`, each device finds the best token of its shard, and the devices
-    compare these tokens. At other levels, the devices first gather whole rows of logits.
+    If devices split the vocabulary, they exchange either tokens or logits. If
+    `level.needs_whole_rows` is False, each device finds the best token of its shard, and the
+    devices compare these tokens. Otherwise, the devices first gather whole rows of logits.
 
     Args:
         logits: Unchanged logits of the model. If `is_vocab_sharded`, the columns are the device's
             shard.
         rows: Sampling parameters of each batch row.
-        state: State of the device rows. Required at a level with `ADJUSTED`, not read at others.
-        row_ids: Device row of each batch row; R-1 for padding.
-        level: Static. Sampling level with all features of `required_level` for every row.
+        state: State of the running sequences. Required if `level` has `ADJUSTED`, otherwise not
+            read.
+        row_ids: Row in `state` of each batch row; R-1 for padding.
+        level: Static. Set of sampling features that contains `required_level` of every row.
         backend: Static. Implementation of the kernels.
-        max_logprobs: Static. Number of most probable tokens to return at a level with `LOGPROBS`.
+        max_logprobs: Static. Number of most probable tokens to return if `level` has `LOGPROBS`.
         logprobs_mode: Static. Kind of values in the scores, such as log-probabilities or logits.
         call_shared: Static. Function that calls another function which several programs share (see
             `jpaged.compile.recipes`); None to call shared functions directly.
         is_vocab_sharded: Static. Whether devices split the vocabulary.
 
     Raises:
-        ValueError: The level has `ADJUSTED`, and `state` is None.
+        ValueError: `level` has `ADJUSTED`, and `state` is None.
     """
     if is_vocab_sharded and level.needs_whole_rows:
         logits, is_vocab_sharded = all_gather(logits, axis=1), False
     adjustments = None
     if SamplerLevel.ADJUSTED in level:
         if state is None:
-            raise ValueError(f"state is None at level {level.name}: pass a SamplingState")
+            raise ValueError(
+                f"state is None, but sampling with {level.name} needs a state: pass a SamplingState"
+            )
         adjustments = make_adjustments(rows, state, row_ids)
     call = _call_directly if call_shared is None else call_shared
     options = {"count": max_logprobs, "backend": backend}
@@ -471,10 +481,14 @@ def _choose_tokens(
     call: Callable,
     is_vocab_sharded: bool,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"], _Distribution | None]:
-    """Return the token of each row, the value of the token, and the distribution of random rows.
+    """Sample a token for each row: the token with the highest value.
 
-    The token has the highest value in its row. The values are logits, or logits plus noise in a
-    random row. The distribution is None at a level without `RANDOM`.
+    If the row's temperature is 0, the values are logits. Otherwise, the values are scaled and
+    truncated logits plus Gumbel noise.
+
+    Returns:
+        The sampled tokens, the values of these tokens, and the distribution from which random
+        sampling draws. The distribution is None if `level` has no `RANDOM`.
     """
     if adjustments is not None:
         logits = adjust_logits(logits, adjustments, backend=backend)
@@ -588,7 +602,8 @@ def _gumbel_noise(
         wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
     )
     # The uniform numbers u lie strictly between 0 and 1. Usually, the token with the largest noise
-    # is sampled. The formula below gives the largest noise to small u, where float32 is most
-    # precise. The usual Gumbel formula, with -log(u), would give it to u near 1.
+    # is sampled, so the largest noise must be precise. In the formula below, the noise is largest
+    # for u near 0, where float32 is most precise. In the usual formula, -log(-log(u)), the noise is
+    # largest for u near 1.
     uniform = (high ^ low).astype(jnp.float32) * 2.0**-32 + 2.0**-33
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))

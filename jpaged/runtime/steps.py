@@ -3,21 +3,21 @@
 A step function is pure: every input is an argument, and the large arrays are donated. A step is two
 programs launched one after the other. A forward program (`decode_step` or `prefill_step`) leaves
 the logits on the device, and `sample_step` reads the logits there. Because sampling is separate,
-the unrolled model is compiled once per shape, not once per shape and sampling level
+the unrolled model is compiled once per shape, not once per shape and set of sampling features
 (docs/decisions/0003).
 
 An argument means the same in every step:
 
     model           the model with its parameters
     state           the KV pool and the block tables
-    last_tokens     the token that each device row sampled last
-    sampling        token counts and biases of the rows; None at a level without `ADJUSTED`
+    last_tokens     the last sampled token of each running sequence, one row per sequence
+    sampling        token counts and biases of the rows; None if `level` has no `ADJUSTED`
     row_tokens      the rows' lengths and tokens; None without speculative decoding
     packed          the batch, as `jpaged.runtime.batch` packs it
     logits, inputs  results of the forward program; `logits` covers the device's shard of the
                     vocabulary if `is_vocab_sharded`
-    peer_header     the peer-memory header (`pallas_kernels.make_exchange_header`), if
-                    tensor-parallel devices all-reduce through each other's memory
+    peer_header     the addresses of the memory through which tensor-parallel devices all-reduce
+                    (`pallas_kernels.make_exchange_header`); None if XLA runs the all-reduces
 
 Some arguments are static:
 
@@ -25,7 +25,7 @@ Some arguments are static:
     num_tokens        tokens of the bucket (T)
     backend           the implementation of the kernels
     level             the set of sampling features (`SamplerLevel`)
-    max_logprobs      number of most probable tokens that a level with `LOGPROBS` returns
+    max_logprobs      number of most probable tokens to return if `level` has `LOGPROBS`
     logprobs_mode     whether scores are log-probabilities or logits, raw or processed
     call_shared       calls a function that several programs share (`jpaged.compile.recipes`)
     is_vocab_sharded  whether devices split the vocabulary
@@ -123,11 +123,11 @@ class SampleInputs(NamedTuple):
     """Inputs of `sample_step` from a decode or prefill step, one entry per row of logits.
 
     Attributes:
-        rows: Device row of each row of logits; R-1 for padding.
+        rows: For each row of logits, the sequence's row in `last_tokens`; R-1 for padding.
         is_output: Whether the sampled token belongs to the output.
         packed_params: Sampling parameters, as packed by `pack_params`.
         positions: Index, in its sequence, of the token to sample; -1 for a row that samples
-            nothing, because it has more tokens than its limit.
+            nothing, because the row has more tokens than KV slots.
     """
 
     rows: Int32[Array, "B"]
@@ -167,7 +167,7 @@ def decode_step(
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
     batch_tables, seq_lens = tables[batch.rows], batch.seq_lens
-    # Rows with more tokens than their limits must write to the null block.
+    # A row with more tokens than KV slots must write keys and values to the null block.
     if row_tokens is not None:
         batch_tables = jnp.where(seq_lens[:, None] < 0, 0, batch_tables)
         seq_lens = jnp.maximum(seq_lens, 0)
@@ -215,8 +215,7 @@ def prefill_step(
     if row_tokens is not None:
         limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
         sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
-        # A row with more tokens than its limit has no slot for its token. The row writes the keys
-        # and values of the token to the null block.
+        # A row with more tokens than KV slots must write keys and values to the null block.
         block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
         seq_lens = jnp.abs(sample_positions)
     seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)
@@ -369,13 +368,13 @@ def _compute_drafts(
     backend: Backend,
     peer_header: Int32[Array, "W"] | None,
 ) -> tuple[Float[Array, "Q B D"], KVState]:
-    """Run the model on the last token and the drafts of each row.
+    """Run the model on the last token and the k drafts of each row.
 
     The keys and values of tokens without a slot are written to the null block. The hidden states of
     these tokens are meaningless.
 
     Returns:
-        The hidden states after each token, where Q = 1 + k, and the updated KV state.
+        The hidden states of these Q = 1 + k tokens of each row, and the updated KV state.
     """
     batch, (indices, block_ids) = unpack_decode(packed), unpack_block_updates(packed)
     batch_size, num_drafts = drafts.shape
@@ -420,9 +419,9 @@ def _sample_drafts(
 ) -> tuple[SampledTokens, SamplingState | None]:
     """Sample after each token of a verify step, up to the first rejected draft of each row.
 
-    The head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits at once. If the level has
-    `ADJUSTED`, the positions are sampled one after another, because penalties depend on earlier
-    tokens.
+    Each call of the output head computes at most `MAX_VERIFY_LOGITS_ROWS` rows of logits. If the
+    sampling features in `options["level"]` include `ADJUSTED`, the positions are sampled one after
+    another, because penalties depend on earlier tokens.
     """
     num_queries, batch_size, width = hidden.shape
     per_head = max(1, MAX_VERIFY_LOGITS_ROWS // batch_size)
@@ -576,11 +575,12 @@ def score_targets_step(
     """Return each target's log-probability, and whether no token is more probable (1 or 0).
 
     `scored_hidden` and `targets` are as in `prompt_logprobs_step`. The step returns neither ranks
-    nor most probable tokens. It therefore needs whole rows of logits only if
-    `StepModel.target_logprobs` returns None.
+    nor most probable tokens. A kernel (`StepModel.target_logprobs`) can therefore compute the
+    result without storing whole rows of logits. If a model has no such kernel, the step uses
+    `prompt_logprobs_step`.
     """
     found = model.target_logprobs(scored_hidden, targets, backend)
-    if found is None:  # without a kernel for target log-probabilities, score whole rows of logits
+    if found is None:  # no kernel scores only the target tokens, so compute whole rows of logits
         options = {"max_logprobs": 1, "backend": backend}
         scores = prompt_logprobs_step(model, scored_hidden, targets, **options)
         columns = scores[:, LOGPROB_COLUMN], scores[:, NUM_TOKEN_COLUMNS + 1]
@@ -716,10 +716,10 @@ class StepProgram:
     def sizes(self, config: RuntimeConfig, key: Any) -> dict[str, Any]:
         """Return the sizes and options of one compiled program as a dict, by name.
 
-        The dict has the values of the program's key, with their names from `self.key`. It also has
-        sizes that follow from these values. For example, `num_rows` is the number of rows of the
-        logits. If the key has no number of tokens, `num_tokens` is the batch size, multiplied by 1
-        plus the number of drafts.
+        The dict maps the names in `self.key` to the values in `key`. The dict also contains sizes
+        that follow from these values. For example, `num_rows` is the number of rows of the logits.
+        If `self.key` does not contain "num_tokens", the method computes `num_tokens` from the
+        batch size and the number of drafts.
 
         Args:
             config: Sizes and limits of the runtime.
@@ -741,7 +741,10 @@ class StepProgram:
         return sizes
 
     def logits_row_counts(self, sizes: ProgramSizes) -> set[int]:
-        """Return every number of rows with which a program calls the output head."""
+        """Return the row counts of a program's calls of the output head, without duplicates.
+
+        A verify step may call the output head several times, with different numbers of rows.
+        """
         if "drafter" not in sizes:
             return {sizes[name] for name in ("batch_size", "num_rows") if name in sizes}
         num_seqs, num_rows = sizes["batch_size"], sizes["num_tokens"]
@@ -754,11 +757,13 @@ class StepProgram:
         return "state" in self.arguments
 
     def persistent_arrays(self, names: Iterable[str], sizes: ProgramSizes) -> tuple[str, ...]:
-        """Return the names of the persistent arrays that a program of this step takes.
+        """Return the names of the persistent arrays that a compiled program takes as arguments.
+
+        Persistent arrays, such as the KV pool, stay on the device between steps.
 
         Args:
-            names: Names of the persistent arrays from which to choose.
-            sizes: Sizes of the program.
+            names: Names of the persistent arrays that the engine has.
+            sizes: Sizes and options of the program, from `self.sizes`.
         """
         adjusts = SamplerLevel.ADJUSTED in sizes.get("level", FULL_LEVEL)
         taken = [name for name in names if name in self.arguments]
@@ -767,14 +772,14 @@ class StepProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProgram(StepProgram):
-    """A step that computes the scheduler's plans.
+    """A step function that computes the scheduler's plans, and its compiled programs.
 
     Attributes:
-        pack: Function that packs sequences and their device rows into the step's argument `packed`.
-            Without sequences, it packs only padding.
-        plan_key: Function that returns the key of the program for a plan; None if the step cannot
-            compute the plan.
-        row_order: Function that returns the order in which the step computes a plan's sequences;
+        pack: Function that packs a plan's sequences, and their rows in the arrays on the device,
+            into the argument `packed`. Without sequences, the function packs only padding.
+        plan_key: Function that returns the key of the program that computes a plan; None if no
+            program of this step function can compute the plan.
+        row_order: Function that returns the order in which a program computes a plan's sequences;
             None to keep the order of the plan.
     """
 

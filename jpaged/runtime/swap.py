@@ -4,10 +4,10 @@
     in   pinned host memory ──transfer──► one array on the device ──scatter──► pool
 
 Gather and scatter are programs, so the launch order determines which values they read and
-overwrite. The transfers run while steps run. Programs have static shapes, so a swap entry is a list
-of *chunks*. The number of blocks in a chunk is a power of two. The host waits for a transfer only
-if more than `MAX_STAGED_CHUNKS` chunks would be on the device. The memory budget has room for
-`MAX_STAGED_CHUNKS` chunks.
+overwrite. The transfers run while steps run. The blocks of one swap-out form a swap entry. Programs
+have static shapes, so a swap entry is a list of *chunks*. The number of blocks in a chunk is a
+power of two. The host waits for a transfer only if more than `MAX_STAGED_CHUNKS` chunks would be on
+the device. The memory budget has room for `MAX_STAGED_CHUNKS` chunks.
 """
 
 from collections import deque
@@ -124,7 +124,7 @@ name."""
 
 
 class SwapChunk(NamedTuple):
-    """Chunk of a swap entry in host memory: `size` blocks, beginning with the entry's block
+    """Part of a swap entry in host memory: `size` blocks, beginning with the entry's block
     `first`.
     """
 
@@ -136,8 +136,8 @@ class SwapChunk(NamedTuple):
 class IncomingChunk(NamedTuple):
     """A chunk to swap in.
 
-    `block_ids` has one entry per block of the chunk: the id of the pool block to write, or -1 if
-    the block is not wanted.
+    `block_ids` has one element per block of the chunk: the id of the pool block to write, or -1 to
+    skip the block.
     """
 
     block_ids: np.ndarray
@@ -147,7 +147,10 @@ class IncomingChunk(NamedTuple):
 
 
 class SwapEntries:
-    """Swap entries in host memory by id, and the chunks in transfer.
+    """Store of swapped-out KV blocks in host memory, and the transfers to and from the store.
+
+    One swap-out creates one swap entry. The blocks of a swap entry are stored in chunks, each of
+    which is one array and one transfer.
 
     The methods take the runner's `launch` as an argument, because storing the runner would form a
     reference cycle.
@@ -209,10 +212,10 @@ class SwapEntries:
         self._swap_entries[swap.swap_entry_id] = chunks
 
     def start_swap_ins(self, swap_ins: Iterable[SwapIn]) -> deque[IncomingChunk]:
-        """Remove swap entries, and start to transfer their first chunks to the device.
+        """Remove swap entries, and return the chunks that must be copied back to the pool.
 
-        At most `MAX_STAGED_CHUNKS` transfers run at a time, so the call does not wait. The other
-        chunks are transferred by `finish_swap_ins`.
+        Start as many transfers to the device as `MAX_STAGED_CHUNKS` allows, without waiting for
+        earlier transfers. `finish_swap_ins` transfers the remaining chunks.
         """
         self._drop_finished_transfers()
         room, incoming_chunks = MAX_STAGED_CHUNKS - len(self._transfers), deque[IncomingChunk]()
@@ -226,15 +229,18 @@ class SwapEntries:
     def finish_swap_ins(
         self, launch: LaunchFunction, incoming_chunks: deque[IncomingChunk]
     ) -> None:
-        """Launch the writes of swapped-in blocks to the pool. Empty `incoming_chunks`, so that no
-        chunk stays on the device."""
+        """Launch the programs that write swapped-in blocks to the pool.
+
+        The method removes every chunk from `incoming_chunks`. The memory of a chunk's temporary
+        array on the device is then freed as soon as the blocks are written.
+        """
         while incoming_chunks:
             ids, blocks, is_staged = incoming_chunks.popleft()
             if not is_staged:
                 self._wait_for_room()
                 blocks = to_device(blocks)
-            # An id of -1 marks a block that is not wanted. Replace each -1 by a different id past
-            # the end of the pool: the scatter skips such ids, and requires unique ids.
+            # An id of -1 marks a block to skip. Replace each -1 by a different id past the end of
+            # the pool: the scatter skips ids past the end, and requires unique ids.
             beyond = np.arange(self._num_blocks, self._num_blocks + len(ids), dtype=np.int32)
             ids = np.where(ids < 0, beyond, ids)
             scattered = launch("scatter_blocks", len(ids), block_ids=ids, blocks=blocks)
@@ -246,10 +252,14 @@ class SwapEntries:
         self._transfers.clear()
 
     def warm_up(self, launch: LaunchFunction) -> None:
-        """Run every program and transfer twice on the null block, and pin the host memory.
+        """Warm up swapping: run all programs and transfers, and pin the host memory.
 
-        Pinning runs at a tenth of the speed of a transfer, and JAX keeps memory that it has pinned.
-        So one swap entry that fills the swap space pins the memory for all later swap entries.
+        First, swap a chunk of each size out and in, twice. The chunks hold copies of the null
+        block.
+
+        Then, create a swap entry that fills the whole swap space, and drop the swap entry. JAX
+        keeps the host memory that it has pinned, so later swap-outs reuse the memory. Without the
+        warm-up, swap-outs would pin memory, at a tenth of the speed of a transfer.
 
         Raises:
             ValueError: The host memory for `num_host_blocks` blocks cannot be pinned.
@@ -279,9 +289,15 @@ class SwapEntries:
 
 
 def _select_chunks(chunks: list[SwapChunk], swap: SwapIn) -> Iterator[tuple[SwapChunk, np.ndarray]]:
-    """Yield the chunks of a swap entry that hold wanted blocks. With each chunk, yield an array
-    with one entry per block of the chunk: the id of the pool block to write, or -1 if the block is
-    not wanted."""
+    """Yield each chunk with blocks to copy back to the pool, and the destinations of the blocks.
+
+    The destinations are an array with one element per block of the chunk: the id of the pool block
+    to write, or -1 to skip the block.
+
+    Args:
+        chunks: All chunks of a swap entry.
+        swap: Blocks to copy from the swap entry.
+    """
     for chunk in chunks:
         ids = np.full(chunk.size, -1, np.int32)
         for index, block_id in swap.copies:

@@ -23,7 +23,7 @@ CPU_COSTS = {
     3: ((2, 1.10), (8, 2.10), (16, 2.40), (64, 2.80)),
     7: ((1, 1.15), (8, 3.50), (16, 3.80), (64, 4.50)),
 }
-"""Costs on a CPU, estimated for the embedded model: for each number of drafts, pairs (number of
+"""Costs on a CPU, estimated for the bundled model: for each number of drafts, pairs (number of
 rows, cost). A step without drafts computes at least 8 rows, so a verify step of 8 tokens costs
 little more than 1."""
 

@@ -37,7 +37,7 @@ _EMBEDDED_MODEL_OPTIONS: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }
-"""Parser options for the embedded model. Flags override them; --chat-template disables them."""
+"""Parser options for the bundled model. Flags override them; --chat-template disables them."""
 _MIB = 2**20
 _HOST_PORT_PATTERN = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
@@ -89,7 +89,7 @@ def _check_model_names(name: str, names: Sequence[str]) -> None:
         if not each or each != each.strip() or not each.isprintable():
             raise RequestError(
                 "served_model_name",
-                f"(number {number}) is {each!r}",
+                f"(number {number}) has the invalid value {each!r}",
                 value="",
                 remedy="use printable characters, with no space at the start or end",
             )
@@ -360,7 +360,7 @@ def _build_flags(args: argparse.Namespace) -> Flags:
         raise ValueError(f"two models are named: {args.model_tag} and --model {model}; pass one")
     if model is not None:
         if not model.strip():
-            remedy = "pass a folder or a hub id, or omit it for the embedded model"
+            remedy = "pass a folder or a hub id, or omit it for the bundled model"
             raise RequestError("model", "is empty", value="", remedy=remedy)
         engine["model"] = model
     EngineConfig(**engine)
@@ -382,7 +382,7 @@ def _make_limits(given: Mapping[str, Any]) -> Limits:
             "max_total_body_bytes",
             f"is less than --max-body-bytes {limits.max_body_bytes}",
             value=f"{limits.max_total_body_bytes}",
-            remedy="raise it to at least that size",
+            remedy=f"use {limits.max_body_bytes} or more",
         )
     return limits
 

@@ -52,12 +52,15 @@ _NUM_THREADS = {"grammars": 2, "kept": 1, "renewed": 2}
 a grammar again for a running answer."""
 
 _RECOMPILE_FUEL = 1 << 40
-"""llguidance's initial fuel for compiling a grammar again and for replaying an answer's tokens.
+"""Maximum work of a lexer, called fuel in llguidance, when a grammar is compiled again.
 
-The fuel is practically unlimited: the grammar and the tokens have passed the limits before."""
+The fuel must also suffice to replay an answer's tokens. The number is practically unlimited,
+because the grammar and the tokens have passed the normal limits before."""
 
 _TOKENS_PER_REFUEL = 16
-"""Number of tokens that are replayed in a shared lexer before a mask refuels the lexer."""
+"""Number of tokens to replay in a shared lexer before the lexer's fuel is reset.
+
+Computing a mask resets the fuel."""
 
 _STATE_BYTES = 1024
 """Assumed bytes per lexer state. A string of bounded length needs 560 bytes per state."""
@@ -180,7 +183,8 @@ class GrammarCompiler:
             count: Number of matchers.
 
         Returns:
-            Future of the matchers. It raises `GrammarError` if the grammar cannot be compiled.
+            Future whose result is the list of matchers. The future raises `GrammarError` if the
+            grammar cannot be compiled.
         """
         with self._lock:
             # A cached grammar needs little work, so the request must not wait in a queue behind
@@ -237,15 +241,18 @@ class GrammarCompiler:
     def rebuild_lexer(
         self, grammar: CompiledGrammar, consumed: list[int], may_share: bool
     ) -> tuple[Lexer, LexerUse, Any]:
-        """Return a new lexer for a running answer. Compile it in a thread with a large stack.
+        """Return another lexer for a running answer, to replace the answer's current lexer.
+
+        Lexers are compiled in threads with large stacks.
 
         Args:
             grammar: The answer's grammar.
-            consumed: Tokens that the answer has consumed. The new matcher consumes them too.
+            consumed: Tokens that the answer has consumed, and that the new matcher must consume.
             may_share: Whether the answer may share a lexer with other answers if compiling is slow.
 
         Returns:
-            The lexer, how the answer uses the lexer, and llguidance's matcher after the tokens.
+            A tuple of three: the lexer, whether other answers share the lexer (`LexerUse`), and
+            llguidance's matcher, which has consumed the tokens.
 
         Raises:
             GrammarError: All lexers together exceed `bounds.MAX_LEXER_BYTES`, and this answer needs
@@ -319,8 +326,9 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar is within the limits. Later compilations of the same grammar get more fuel,
-        # because a new lexer must also replay the tokens of an answer.
+        # The grammar has passed the limits. Later compilations of this grammar have practically no
+        # limit on the lexer's initial work, because a new lexer must also replay the tokens of a
+        # running answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )

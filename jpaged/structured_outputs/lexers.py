@@ -27,7 +27,7 @@ _HEAP_INTERVAL_S = 1.0
 A measurement takes 15 to 30 ms if much memory is free."""
 
 MIN_LEXER_TOKENS = 1024
-"""Minimum number of tokens that a lexer consumes before an unbroken lexer is replaced."""
+"""Minimum number of tokens that a lexer matches before the pool replaces an unbroken lexer."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -82,7 +82,11 @@ class LexerMemory:
 
     @property
     def is_full(self) -> bool:
-        """Whether the lexers take more than `bounds.MAX_LEXER_BYTES`, including free memory."""
+        """Whether the lexers take more than `bounds.MAX_LEXER_BYTES`.
+
+        Memory of deleted lexers may count too, until `trim_if_full` returns the memory to the
+        operating system.
+        """
         if (now := time.monotonic()) >= self._valid_until:
             self._valid_until = now + _RESIDENT_INTERVAL_S
             taken = _resident_bytes() - self._resident - self._fragments
@@ -110,7 +114,7 @@ class LexerMemory:
 
 
 class LexerUse(Enum):
-    """How an answer uses a lexer."""
+    """Whether other answers may use the lexer of an answer, now or later."""
 
     EXCLUSIVE = auto()  # one answer at a time uses the lexer, and later answers reuse it
     SHARED = auto()  # several answers use the lexer at the same time
@@ -119,12 +123,14 @@ class LexerUse(Enum):
 
 @dataclass(eq=False)
 class Lexer:
-    """One compilation of a grammar.
+    """A lexer that llguidance has compiled from a grammar. A grammar may have several lexers.
 
     Attributes:
-        initial_matcher: llguidance's matcher before the first token. All copies share one lexer.
-        num_tokens: Number of tokens that finished answers have consumed with this lexer.
-        is_broken: Whether the lexer exceeded a limit. Every copy of `initial_matcher` then fails.
+        initial_matcher: llguidance's matcher before the first token. All copies of this matcher use
+            the same lexer.
+        num_tokens: Number of tokens of finished answers that the lexer has matched.
+        is_broken: Whether the lexer exceeded a limit of llguidance. All copies of `initial_matcher`
+            then fail.
     """
 
     initial_matcher: Any
@@ -173,7 +179,7 @@ class LexerPool:
         return len(self._spare)
 
     def acquire(self, is_memory_full: bool = False) -> tuple[Lexer, LexerUse]:
-        """Return a lexer for an answer, and how the answer uses the lexer.
+        """Return a lexer for an answer, and whether other answers share the lexer (`LexerUse`).
 
         If all lexers are in use and the pool may grow, compile a lexer. If `is_memory_full`, share
         an existing lexer instead. The caller must `release` the lexer.
@@ -196,8 +202,11 @@ class LexerPool:
         return not self.is_cheap and not any(map(self._is_usable, [*self._lexers]))
 
     def _find_usable(self, is_memory_full: bool) -> tuple[Lexer, LexerUse] | None:
-        """Return an existing lexer that `acquire` may return, and how the answer uses the lexer.
-        Return None if a new lexer must be compiled."""
+        """Find an existing lexer for `acquire`.
+
+        Returns:
+            The lexer and its `LexerUse`, or None if a new lexer must be compiled.
+        """
         with self._lock:
             self._lexers = [it for it in self._lexers if self._is_usable(it)]
             while self._spare:
@@ -213,7 +222,7 @@ class LexerPool:
         return not lexer.is_broken and lexer.num_tokens <= self._max_tokens
 
     def release(self, lexer: Lexer, use: LexerUse, consumed: list[int]) -> None:
-        """Take back the lexer of a finished answer that consumed the tokens `consumed`."""
+        """Take back the lexer of a finished answer. `consumed` holds the answer's tokens."""
         # Do not take `_lock`, because the garbage collector may call this method in a thread that
         # holds `_lock`.
         lexer.num_tokens += len(consumed)
@@ -221,7 +230,10 @@ class LexerPool:
             self._spare.append(lexer)
 
     def note_broken(self, lexer: Lexer, num_consumed: int) -> None:
-        """Record that a lexer exceeded a limit in an answer that consumed `num_consumed` tokens."""
+        """Record that a lexer exceeded a limit of llguidance, such as the number of states.
+
+        `num_consumed` is the number of tokens of the current answer that the lexer has matched.
+        """
         if not lexer.is_broken:
             lexer.is_broken = True
             num_tokens = max(MIN_LEXER_TOKENS, (lexer.num_tokens + num_consumed) // 2)

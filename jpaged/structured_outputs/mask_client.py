@@ -61,7 +61,7 @@ def never_stop_waiting(late: Sequence[int], heavy: Collection[int]) -> bool:
 
 
 _NO_ANSWERS: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int32)
-"""An empty list of answers, and an empty array of their memory indices and rows: int32 [2, 0]."""
+"""An empty list of answers, and an empty int32 array [2, 0] of `MaskMemory` indices and rows."""
 
 _POLL_INTERVAL_S = 5e-5
 """Seconds between two checks of whether a step still waits for masks."""
@@ -183,16 +183,18 @@ class MaskWorkerClient:
         self._memory: Any = None
         # A `_WorkerProcess`; None while no worker runs.
         self._worker: Any = None
-        # Memory indices below `_num_used_indices` have been used at some time. `_free_indices` is a
-        # heap of those that are free again.
+        # `MaskMemory` indices below `_num_used_indices` have been used at some time.
+        # `_free_indices` is a heap of the used indices that are free again.
         self._num_used_indices, self._free_indices = 1, list[int]()
-        # Memory indices of answers that are over. `_unreported_ends` have not been sent to the
-        # worker yet. `_reported_ends` have been sent, but the worker may still use their entries.
+        # `MaskMemory` indices of answers that are over. The indices in `_unreported_ends` have not
+        # been sent to the worker yet. The indices in `_reported_ends` have been sent, but the
+        # worker may still use the entries.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
         self._pending_answers: Sequence[Answer] = ()
-        self._pending_indices: Any = None  # int32 [n]: memory indices of `_pending_answers`
+        # int32 [n]: the `MaskMemory` index of each answer in `_pending_answers`.
+        self._pending_indices: Any = None
         self._unsent_message: Callable[[], bytes] | None = None
         # Number of steps whose tokens were sent to the current worker.
         self._num_steps_sent = 0
@@ -258,15 +260,15 @@ class MaskWorkerClient:
     def request_masks(
         self, skipped: Collection[int], tokens: Callable[[], np.ndarray], *, send_now: bool
     ) -> None:
-        """Send a step's tokens to the worker, which then makes the masks of the next step.
+        """Send the tokens of the current step to the worker, which then makes the next masks.
 
-        The step is the one for which `gather_masks` was called last.
+        The last call of `gather_masks` defines the current step.
 
         Args:
             skipped: Answers that need no next mask, as indices into the argument `items` of
                 `gather_masks`.
-            tokens: Function that waits for the step's tokens and returns them: int32 [rows]. A
-                negative token means that no token could be sampled.
+            tokens: Function that waits for the tokens of the current step and returns the tokens:
+                int32 [rows]. A negative token means that no token could be sampled.
             send_now: Whether another thread sends the tokens as soon as they are known. Otherwise,
                 `await_tokens_received` sends them later.
         """
@@ -432,7 +434,10 @@ class MaskWorkerClient:
         return worker
 
     def _allocate_indices(self, count: int) -> list[int]:
-        """Return the `count` lowest free memory indices. Low indices use few pages of memory."""
+        """Return the `count` lowest free indices of the `MaskMemory`.
+
+        Low indices use few pages of memory.
+        """
         ending, self._reported_ends = self._reported_ends, []
         for memory_index in ending:
             if self._memory.states[memory_index] == AnswerState.FREE:
@@ -451,7 +456,7 @@ class MaskWorkerClient:
         return [*taken, *range(first_new, self._num_used_indices)]
 
     def _report_ends(self) -> None:
-        """Send the worker the memory indices of answers that are over."""
+        """Send the worker the `MaskMemory` indices of answers that are over."""
         over = [self._unreported_ends.popleft() for _ in range(len(self._unreported_ends))]
         if over and self._worker is None:
             self._memory.states[over] = AnswerState.FREE
@@ -476,8 +481,8 @@ class MaskWorkerClient:
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # A report early in this wait may belong to an earlier step, but it has reset
-                # `_silent_s`. Therefore, the worker counts as silent after half of `max_wait_s`.
+                # The worker is stalled if it reported nothing in the second half of `max_wait_s`.
+                # Ignore the first half: a late report about an earlier step may arrive then.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True
@@ -596,7 +601,8 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
     """
     try:
         found = tokens().tobytes()
-    # The engine gets the same error when it reads the step, and handles it there.
+    # Ignore the error and send -1 as every token. The engine also reads the step's tokens, gets the
+    # same error, and handles the error.
     except BaseException:
         found = np.full(where.max() + 1, -1, np.int32).tobytes()
     return encode_message(MaskMessageKind.TOKENS, where.tobytes(), found, count=where.shape[1])

@@ -45,7 +45,9 @@ from jpaged.structured_outputs.matcher import GrammarError, Matcher, broken_matc
 from jpaged.text.tokenizer import Tokenizer
 
 _HEADER = struct.Struct("=II")
-"""Header of a message to the mask worker: its `MaskMessageKind`, and the number of answers."""
+"""Header of a message to the mask worker: the `MaskMessageKind`, and a number of answers.
+
+The number is 0 except in TOKENS messages."""
 
 _MAX_ANSWER_THREADS = 16
 """Maximum number of threads that make masks one at a time, not in batches."""
@@ -126,12 +128,14 @@ class MaskJob(msgspec.Struct, frozen=True):
 class MaskMessageKind(IntEnum):
     """Kind of a message to the mask worker."""
 
-    # The content is a `MaskJob` in JSON, or `MaskWorkerSettings` in the first message.
+    # A BEGIN message contains a `MaskJob` in JSON. The first BEGIN message contains the
+    # `MaskWorkerSettings` instead.
     BEGIN = 0
-    # The content is three int32 arrays: the `MaskMemory` index of each answer, the row of each
-    # answer in a step, and the token of each row of the step (-1 for no token).
+    # A TOKENS message contains the tokens of a step, in three int32 arrays. The arrays are the
+    # `MaskMemory` index of each answer, the row of each answer in the step, and the token of each
+    # row (-1 for no token).
     TOKENS = 1
-    # The content is int32: the `MaskMemory` index of each answer that has ended.
+    # An END message contains an int32 array: the `MaskMemory` index of each answer that has ended.
     END = 2
 
 
@@ -140,9 +144,9 @@ class AnswerState(IntEnum):
 
     1. The engine changes FREE to PENDING and sends BEGIN.
     2. The worker compiles the grammar, makes the first mask and sets READY or FAILED.
-    3. The engine sets PENDING and sends a token (TOKENS). The worker then sets READY, STOPPED or
-       FAILED. If this work takes long, the worker sets HEAVY until the work is done. Step 3 repeats
-       for each token.
+    3. The engine sets PENDING and sends a token (TOKENS). If the answer's last token or
+       mask took milliseconds, the worker sets HEAVY before matching the new token. When the work is
+       done, the worker sets READY, STOPPED or FAILED. Step 3 repeats for each token.
     4. The engine sends END. The worker sets FREE once none of its threads writes to the entry.
 
     If the worker ends, the engine sets DROPPED. The worker changes `MaskMemory.counts` after the
@@ -151,7 +155,7 @@ class AnswerState(IntEnum):
 
     FREE = 0  # no answer uses the entry, and the worker does not write to it
     PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
-    HEAVY = 2  # like PENDING, but the work takes milliseconds, so no step should wait
+    HEAVY = 2  # like PENDING, but probably slow: a step should run without the answer
     READY = 3  # the entry has the mask of the next token
     STOPPED = 4  # the answer is complete
     FAILED = 5  # the answer failed, and the entry has the error
@@ -159,7 +163,10 @@ class AnswerState(IntEnum):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the worker will set another state without another message from the engine."""
+        """Whether the worker still has work to do for the answer.
+
+        When the work is done, the worker sets the entry to another state.
+        """
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
 
@@ -268,21 +275,26 @@ class _WorkerAnswer:
         self.matcher: Any = None  # a `Matcher`; None until the grammar is compiled
         self.has_mask = False  # whether the answer's first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.allows_many_tokens = False
-        # CPU seconds of the answer's masks beyond the allowed mean. `note_mask_time` computes this
-        # number.
+        # Sum over the answer's masks of (CPU seconds of the mask - `bounds.MAX_MEAN_MASK_S`). The
+        # sum is set to 0 whenever it becomes negative.
         self.excess_s = 0.0
         self.is_busy = True  # whether a thread may still write to the answer's entry
         self.is_over = False
 
     @property
     def needs_thread(self) -> bool:
-        """Whether a thread, instead of a batch, matches the answer's next token and makes the mask
-        after it."""
+        """Whether a separate thread must match the answer's next token and make the next mask.
+
+        Otherwise, the worker matches the token in one batch with tokens of other answers.
+        """
         return self.is_heavy or self.is_suspect
 
     @property
     def needs_mask_thread(self) -> bool:
-        """Whether a thread, instead of a batch, makes the answer's next mask."""
+        """Whether a separate thread must make the answer's next mask.
+
+        Otherwise, the worker makes the mask in one batch with masks of other answers.
+        """
         is_timed = self.allows_many_tokens and self.matcher.mask_timing.num_timed_masks > 0
         return self.matcher.needs_lexer or self.is_slow or is_timed
 
@@ -336,7 +348,7 @@ class MaskMaker:
         num_cpus: Number of CPUs. The threads leave one CPU free if possible.
 
     Attributes:
-        answers: Answers by memory index.
+        answers: Answers by `MaskMemory` index.
     """
 
     def __init__(self, memory: MaskMemory, notify: Callable[[], None], num_cpus: int):
@@ -352,8 +364,9 @@ class MaskMaker:
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        # Rebuilding a lexer takes long, but other threads do the work. The two threads of
-        # `_rebuild_queue` wait for the lexer, so that the threads of the other queues need not.
+        # Rebuilding a lexer takes long, and is done in threads of `GrammarCompiler`. Two threads
+        # take answers from `_rebuild_queue` and wait for the new lexers. Meanwhile, the threads of
+        # the other queues serve other answers.
         self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):
@@ -364,11 +377,11 @@ class MaskMaker:
             ).start()
 
     def add_answers(self, memory_indices: Sequence[int], compiled: Future[list[Matcher]]) -> None:
-        """Add answers, whose first masks are made once their matchers are compiled.
+        """Add answers, and make their first masks when `compiled` is done.
 
         Args:
             memory_indices: Entries of the answers in the shared memory.
-            compiled: Future of one matcher per answer.
+            compiled: Future whose result is a list with one matcher per answer.
         """
         answers = [_WorkerAnswer(memory_index) for memory_index in memory_indices]
         self.answers |= {it.memory_index: it for it in answers}
@@ -417,8 +430,10 @@ class MaskMaker:
         self._memory.counts[2] += time.perf_counter_ns() - taken
 
     def remove_answers(self, memory_indices: np.ndarray) -> None:
-        """Remove answers that are over. Set the state of an entry to FREE as soon as no thread
-        writes to the entry."""
+        """Remove answers that are over, and set the states of their `MaskMemory` entries to FREE.
+
+        If a thread may still write to an entry, the entry becomes FREE when the thread is done.
+        """
         for memory_index in memory_indices.tolist():
             answer = self.answers.pop(memory_index, None)
             with self._lock:
@@ -430,7 +445,7 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Match tokens in batches. Return the answers' errors by memory index."""
+        """Match tokens in batches. Return a dict from `MaskMemory` index to error."""
         errors: dict[int, BaseException] = {}
         for chunk in _chunks(items):
             start = time.perf_counter()
@@ -448,7 +463,12 @@ class MaskMaker:
         return errors
 
     def _is_late(self, start: float, count: int) -> bool:
-        """Return whether `count` tokens or masks took much longer than usual since `start`."""
+        """Return whether a chunk of `count` tokens or masks took much longer than usual.
+
+        Args:
+            start: Value of `time.perf_counter` at the start of the chunk.
+            count: Number of tokens or masks in the chunk.
+        """
         usual = _USUAL_ITEM_S * -(-count // self._num_threads)
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
@@ -475,7 +495,7 @@ class MaskMaker:
             self._make_masks([it for it in left if it.matcher.needs_lexer])
 
     def _fill_batch(self, answers: Sequence[_WorkerAnswer]) -> dict[int, BaseException]:
-        """Make the masks of answers in batches. Return the answers' errors by memory index."""
+        """Make the masks of answers in batches. Return a dict from `MaskMemory` index to error."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         masks, memory_indices = self._memory.masks, np.array([it.memory_index for it in answers])
@@ -624,7 +644,13 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def encode_message(kind: MaskMessageKind, *parts: bytes, count: int = 0) -> bytes:
-    """Return the bytes of a message to the mask worker, about `count` answers."""
+    """Return the bytes of a message to the mask worker.
+
+    Args:
+        kind: Kind of the message.
+        parts: Content of the message, in parts.
+        count: Number of answers in a TOKENS message.
+    """
     return frame_message(_HEADER.pack(kind, count), *parts)
 
 
@@ -642,7 +668,8 @@ def main(sock: socket.socket, fd: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Watch the parent in another thread: libraries may block this thread.
     exit_with_parent(sock)
-    sys.setswitchinterval(0.0005)  # threads that make masks wait less for compiling threads
+    # Make compiling threads release the GIL sooner. Other threads need the GIL to make masks.
+    sys.setswitchinterval(0.0005)
     with suppress(OSError):  # if memory runs out, Linux kills this process, not the engine
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 

@@ -84,8 +84,8 @@ class Vocabulary:
         if not eos_token_ids:
             raise GrammarError(
                 "structured_outputs",
-                "needs an end token, but the model's config.json, generation config and tokenizer "
-                "name none",
+                "needs an end token, but no end token is set in the model's config.json, "
+                "generation_config.json or tokenizer",
                 remedy="set eos_token_id in config.json",
                 kind=ErrorKind.UNSUPPORTED,
             )
@@ -145,8 +145,8 @@ class Matcher:
         ending_ids: Tokens that end the answer at positions where the grammar allows the end.
         is_stopped: Whether the answer is complete.
         vocabulary: Vocabulary of the tokenizer.
-        mask_timing: How many masks of the grammar to time. All answers of the grammar share the
-            object.
+        mask_timing: Counter of the grammar's masks that must still be timed. All answers with the
+            same grammar share one counter.
         inner: llguidance's matcher.
         needs_lexer: Whether the lexer must be replaced before the next mask. `rebuild_lexer` takes
             as long as compiling the grammar, so a separate thread should call it.
@@ -246,8 +246,8 @@ class Matcher:
         self._consumed.append(token_id)
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _TOKENS_PER_MEMORY_CHECK and self._grammar.memory.is_full:
-            # A lexer also keeps states that only masks needed. A new lexer would not have these
-            # states, so it would be smaller.
+            # Making masks adds lexer states for tokens that the answer then does not contain. A new
+            # lexer takes less memory, because it only replays the answer's tokens.
             self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
@@ -265,9 +265,10 @@ class Matcher:
         self._return_lexer.atexit = False
 
     def _may_rebuild(self) -> bool:
-        """Return whether a new lexer may help.
+        """Return whether a new lexer would probably have fewer states than the current lexer.
 
-        It does not help if this answer alone has filled its private lexer within a few tokens.
+        Return False if the answer got a private lexer fewer than `_MIN_REBUILD_TOKENS` tokens ago.
+        Another private lexer would soon have as many states again.
         """
         since = self._private_since
         return since is None or len(self._consumed) - since >= _MIN_REBUILD_TOKENS

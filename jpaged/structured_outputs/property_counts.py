@@ -76,11 +76,12 @@ class PropertyCount:
                         counts if self.allows_other_names else {}
                     )
             return
-        # Each schema below matches the objects whose first `min_optional` optional properties are
-        # `names`, in the order of `optional_names`. An object with at least `min_optional` optional
-        # properties therefore matches exactly one schema. For example, the optional names a, b and
-        # c with `min_optional` = 2 give three schemas. The first requires a and b. The second
-        # requires a and c, and forbids b. The third requires b and c, and forbids a.
+        # Choose `min_optional` of the optional names in every possible way. For each choice, yield
+        # a schema that requires the chosen names. For example, the optional names a, b and c with
+        # `min_optional` = 2 give three schemas. The first requires a and b. The second requires a
+        # and c, and forbids b. The third requires b and c, and forbids a. The rule is that a schema
+        # forbids the other optional names before its last required name. Without this rule, an
+        # object with a, b and c would match all three schemas.
         for names in combinations(self.optional_names, self.min_optional):
             end = self.optional_names.index(names[-1]) if names else 0
             yield self._case(names, self.optional_names[:end])
@@ -89,7 +90,10 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether an object can exceed `max_optional`, so that the maximum must be enforced."""
+        """Whether an object could have more than `max_optional` optional properties.
+
+        If so, the schemas from `cases` must limit the number of optional properties.
+        """
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
         )

@@ -100,7 +100,7 @@ class _SchemaRewriter:
         key = id(schema), with_properties
         if key not in self._facts_by_id:
             if self._depth == _MAX_FACTS_DEPTH:
-                return _Facts(DISJOINT_TYPES)  # no bounds: a value may have any JSON type
+                return _Facts(DISJOINT_TYPES)  # deep schema: assume that any JSON value may match
             self._depth += 1
             self._facts_by_id[key] = self._find_facts(schema, with_properties=with_properties)
             self._depth -= 1

@@ -91,8 +91,8 @@ class _SchemaChecker:
         # Maps `id(schema)` to the schema. The ids stay unique because the dict keeps the schemas
         # alive.
         self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
-        # Maps Python's `id(schema)` of each schema with a `$ref` to the schema that the `$ref`
-        # names.
+        # Targets of references. A key is `id(schema)` of a schema with a `$ref`. The value is the
+        # schema to which the `$ref` refers.
         self._targets: dict[int, Any] = {}
         self._num_visits = 0
 
@@ -199,7 +199,7 @@ def resolve_reference(root: Any, reference: str) -> Any:
     """Return the part of `root` that a reference such as "#/$defs/name" points to.
 
     Raises:
-        KeyError: The reference cannot be resolved. The argument is the name that does not exist.
+        KeyError: `root` lacks a name of the reference. `args[0]` of the error is the missing name.
     """
     found = root
     for step in reference[2:].split("/") if len(reference) > 1 else ():
@@ -232,7 +232,11 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError unless a keyword can be ignored, because it does not restrict the values."""
+    """Check that a keyword does not restrict values, so that a grammar can ignore the keyword.
+
+    Raises:
+        ValueError: The keyword may restrict values, is not a string, or is a `$id` below the root.
+    """
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
     if keyword == "$id" and not is_root:
@@ -442,15 +446,15 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 def _intersect_counts(
     one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Return the possible limits on the extra names of an object that matches two schemas.
+    """Combine the limits that two schemas set on the number of extra names in an object.
 
     Extra names are property names that `properties` does not list. A schema with `anyOf` or `oneOf`
-    has one possible limit for each of its subschemas, because an object may match any of them. The
-    result combines each limit in `one` with each limit in `other`.
+    has alternative limits, one for each subschema. An object that matches both schemas meets one
+    limit of each schema, so the result combines each limit in `one` with each limit in `other`.
 
     Args:
-        one: Possible limits of the first schema.
-        other: Possible limits of the second schema.
+        one: Alternative limits of the first schema.
+        other: Alternative limits of the second schema.
     """
     return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
 
@@ -475,17 +479,21 @@ DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "o
 
 
 class _SatisfiabilityCheck:
-    """Finds schemas that no finite value matches.
+    """Finds JSON schemas that no finite JSON value matches.
 
-    For each schema, the check computes the JSON types of the finite values that match it. It starts
-    with no types, and adds types until nothing changes (the least fixed point).
+    For example, an object that must contain another object of the same schema would be infinite.
+
+    For each schema, the check computes the JSON types of the finite values that match the schema.
+    Every set of types is empty at first. The check adds types until no set changes (the least fixed
+    point).
     """
 
     def __init__(self, found: _SchemasById, resolve: _ResolveReference):
         self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
-        # The keys are (id of a schema, "object" or "array"). The values list the schemas of the
-        # required properties or items that no value is known to match yet.
+        # The keys are (id of a schema, "object" or "array"). At first, each list contains the
+        # schemas of all required properties or items. `_compute_types` removes a schema from the
+        # list when `_types` has a type for the schema.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -500,12 +508,12 @@ class _SatisfiabilityCheck:
                 if id(it) in users:
                     users[id(it)].add(key)
         left = dict.fromkeys(self._schemas)
-        # Work in rounds, so that a schema that depends on many changed schemas is solved only once
-        # per round.
+        # Work in rounds. Each round computes the types of a schema at most once, even if the schema
+        # depends on many schemas whose types changed in the previous round.
         while left:
             changed = set[int]()
             for key in left:
-                types = self._solve(*self._schemas[key])
+                types = self._compute_types(*self._schemas[key])
                 if types != self._types[key]:
                     self._types[key] = types
                     changed |= users[key]
@@ -519,14 +527,18 @@ class _SatisfiabilityCheck:
                 )
 
     def _deciding_schemas(self, path: SchemaPath, schema: Schema) -> Iterator[Any]:
-        """Yield the schemas on which the possible JSON types of values of `schema` depend."""
+        """Yield the schemas that determine the JSON types of the values that `schema` allows.
+
+        These are the schemas in `allOf`, `$ref`, `anyOf` and `oneOf`, and the schemas of required
+        properties and items.
+        """
         yield from _all_of(path, schema, self._resolve)
         for word in _CASE_KEYWORDS:
             yield from _cases(schema, word)
         yield from _needed_properties(schema)
         yield from _needed_items(schema)
 
-    def _solve(self, path: SchemaPath, schema: Schema) -> frozenset[str]:
+    def _compute_types(self, path: SchemaPath, schema: Schema) -> frozenset[str]:
         types = declared_types(schema)
         for it in _all_of(path, schema, self._resolve):
             types &= self._schema_types(it)
@@ -535,9 +547,9 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # `needed` lists the schemas of required properties or items. Remove those that some
-            # value is known to match. The set of types of a schema only grows, so a schema that is
-            # removed need not be checked again.
+            # An object or array can match only if each schema in `needed` matches some value.
+            # Remove the schemas that have a type in `_types`. These schemas need no second check,
+            # because `check` adds types to `_types` and never removes a type.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

@@ -35,7 +35,7 @@ _REGEX_TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""One token of a regular expression."""
+"""One syntax element of a regular expression, for example the start of a group."""
 
 _LARK_TOKEN = re.compile(
     r"""
@@ -55,7 +55,9 @@ _LARK_TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""One token of llguidance's Lark syntax, as far as the checks distinguish tokens."""
+"""One syntax element of a grammar in llguidance's Lark syntax.
+
+Elements that the checks treat alike match the same group of the pattern."""
 
 _MAX_DIGITS = 9  # a repetition count with more digits exceeds the limit anyway
 
@@ -158,8 +160,10 @@ def _parse_count(digits: str) -> int:
 class _RepetitionCounter:
     """Counter of nested repetitions in a regular expression or a grammar.
 
-    A tokenizer of the text calls one method per token. The methods raise ValueError if groups are
-    nested too deeply, or if nested counts multiply to too many repetitions.
+    For example, `(a{10}){20}` repeats `a` 200 times. `check_regex` and `check_grammar_text` call
+    one method for each character, group start, group end and repetition count in the text. The
+    methods raise ValueError if groups are nested too deeply, or if nested counts multiply to too
+    many repetitions.
     """
 
     def __init__(self, path: str):
@@ -169,18 +173,20 @@ class _RepetitionCounter:
         self._last_product = 1  # product of nested repetition counts in the last item or group
 
     def add_item(self) -> None:
-        """Count an item, such as a character. If a repetition follows the item in the text, call
+        """Process an item, such as a character. If a repetition follows the item in the text, call
         `repeat_last` next."""
         self._last_product = 1
 
     def open_group(self) -> None:
-        """Count the start of a group."""
+        """Process the start of a group, such as the `(` of `(ab)`. Raise ValueError if groups are
+        nested too deeply."""
         self._group_products.append(1)
         self._last_product = 1
         bounds.GROUP_DEPTH.check(self._path, len(self._group_products) - 1)
 
     def close_group(self) -> None:
-        """Count the end of a group. Ignore an unmatched end: llguidance reports that error."""
+        """Process the end of a group, such as the `)` of `(ab)`. Ignore an end without a start:
+        llguidance reports that error."""
         self._last_product = self._group_products.pop() if len(self._group_products) > 1 else 1
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
 

@@ -35,8 +35,8 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
-        # Do not cache grammars. The server stores the results of trials, so a cache would only take
-        # memory.
+        # Do not cache compiled grammars. The server stores the result of each `GrammarTrial`, so
+        # the same specification is rarely compiled here twice.
         self._compiler = GrammarCompiler(
             tokenizer,
             len(tokenizer),

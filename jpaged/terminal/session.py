@@ -51,9 +51,10 @@ class Session:
     def ask(self, prompt: str | list[int]) -> bool:
         """Send a prompt, and print the answer or answers.
 
-        Several answers are printed in order, each below a heading on stderr. An answer is printed
-        while it is generated, or after the previous answer is complete. The answers of a beam
-        search are printed at the end of the search.
+        Several answers are printed in order, each below a heading on stderr. Generated text of an
+        answer is printed immediately if all earlier answers are complete. Otherwise, the text is
+        printed once the earlier answers are complete. The answers of a beam search are printed at
+        the end of the search.
 
         The first Ctrl-C takes effect between two steps of the engine. A second Ctrl-C takes effect
         immediately.
@@ -248,7 +249,7 @@ class AnswerStats:
         )
 
     def _read_clock(self) -> float:
-        """Return the seconds of a clock that stops while the state of the pool is sampled."""
+        """Return the current time in seconds, minus the time spent on block-pool statistics."""
         return time.perf_counter() - self._pool.seconds_spent
 
     @property

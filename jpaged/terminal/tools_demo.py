@@ -151,7 +151,7 @@ class ToolsDemo:
         if engine.render_chat(messages) == engine.render_chat(messages, tools=[CALCULATOR]):
             raise ValueError(
                 "--tools-demo: the chat template of the model ignores tools; omit --model to use "
-                "the embedded model, or choose a model whose template supports tools"
+                "the bundled model, or choose a model whose template supports tools"
             )
 
     def ask(self, question: str) -> list[DemoMessage]:
@@ -235,7 +235,7 @@ class _StepPrinter:
         self._label = ""
 
     def print_step(self, label: str, text: str) -> None:
-        """Print a complete step with its label."""
+        """Print one line with a label and a text, such as "question" and the user's question."""
         self._begin_line(label)
         print(text, end="", flush=True)
         self.end_line()

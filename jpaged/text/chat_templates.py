@@ -121,10 +121,12 @@ class SpecialTokenEscaper:
         return sum(1 for _ in self._token_pattern.finditer(text))
 
     def _mark_edges(self, text: str, marks: "_Marks") -> str:
-        """Replace parts of special tokens at both ends of `text` by private-use characters.
+        """Replace incomplete special tokens at the start and the end of `text` by private-use
+        characters.
 
-        These parts are the end of a special token at the start of `text`, and the beginning of a
-        special token at the end of `text`. Outer whitespace is ignored: templates may strip it.
+        For example, `text` may start with "im_end|>" or end with "<|im_". The template or another
+        message could then complete the special token. Whitespace around `text` is ignored, because
+        templates may strip whitespace.
         """
         inner = text.strip()
         if not inner:
@@ -193,14 +195,14 @@ def _padded_pattern(special: SpecialToken) -> str:
 
 
 def _map_strings(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
-    """Return a copy of a JSON-like value with `change` applied to every string.
+    """Return a copy of a JSON-like value, in which `change` has replaced every string.
 
     Args:
         value: Strings, mappings, lists and tuples, nested to any depth. Other values stay the same.
-        change: Function (text, key) that returns the new string. If the text is a value in a
-            mapping, `key` is the key of the value. If the text is itself a key, `key` is
-            `_OBJECT_KEY`. Otherwise, `key` is "".
-        key: Argument `key` of `change`, if `value` is a string.
+        change: Function that returns the new string. The first argument is the old string. The
+            second argument says where the string is: for a value in a mapping, the name of the
+            value; for a name in a mapping, `_OBJECT_KEY`; elsewhere, "".
+        key: Second argument of `change` if `value` is a string.
     """
     if isinstance(value, str):
         return change(value, key)

@@ -90,10 +90,11 @@ class WindowDecoder:
         return text[start:]
 
     def _find_context(self, token_ids: list[int]) -> list[int] | None:
-        """Return the shortest tail of `token_ids` that can serve as context; None if no tail can.
+        """Return the last tokens of `token_ids`, as context for decoding the next tokens.
 
-        The text of such a tail has only complete characters, and at least one that is not
-        whitespace.
+        Return `_MIN_CONTEXT_TOKENS` to `_MAX_CONTEXT_TOKENS` tokens, as few as possible. The text
+        of the tokens must have only complete characters, and at least one character that is not
+        whitespace. Return None if that is impossible.
         """
         max_size = min(_MAX_CONTEXT_TOKENS, len(token_ids))
         for size in range(min(_MIN_CONTEXT_TOKENS, max_size), max_size + 1):
@@ -103,7 +104,9 @@ class WindowDecoder:
         return None
 
     def _prompt_window(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Return the first window, and the number of complete characters in the window's text.
+        """Return the prompt tokens that are context for decoding the first output tokens.
+
+        Also return the number of complete characters in the text of these prompt tokens.
 
         Args:
             prompt: The last tokens of the prompt, which may end inside a character.
@@ -212,7 +215,10 @@ class StopChecker:
         return "" if self._include_stop or self.matched is not None else held
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, str] | None:
-        """Return the end and text of the first stop string that ends after `seen` characters."""
+        """Return (end index, stop string) for the stop string that ends first in `buffer`, or None.
+
+        Stop strings that end within the first `seen` characters are ignored.
+        """
         found = []
         for stop in self._stops:
             begin = buffer.find(stop, max(0, seen - len(stop) + 1))

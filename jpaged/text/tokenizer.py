@@ -90,9 +90,9 @@ class Tokenizer:
             text: The text.
             add_special_tokens: Whether to add the tokenizer's special tokens for a prompt, such as
                 the beginning-of-sequence token.
-            last: Return only the last `last` token ids, and read only the end of a long text. The
-                ids are the last ids of the whole text if the text has words. In a text without word
-                boundaries, such as a long run of digits, the ids may differ.
+            last: Return only the last `last` token ids, and encode only the end of a long text. In
+                a text without word boundaries, such as a long run of digits, these ids may differ
+                from the last ids of the whole text.
 
         Raises:
             ValueError: The text has a lone surrogate, which UTF-8 cannot represent.
@@ -101,10 +101,10 @@ class Tokenizer:
         return self._encode_last(lambda part: self._encode(part, add_special_tokens), text, last)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Return whether a prefix of the text already has more than `num_tokens` tokens.
+        """Return whether the text certainly has more than `num_tokens` tokens.
 
-        For short texts, which are cheap to encode, the result is always False. A text for which the
-        result is False may still have more than `num_tokens` tokens.
+        The method encodes only the beginning of a long text. If the result is False, the number of
+        tokens is unknown. The result is always False for short texts, which are cheap to encode.
         """
         data = text.encode(errors="replace")
         if len(data) <= _BYTES_PER_TOKEN * num_tokens + _SIZE_SLACK:
@@ -112,8 +112,8 @@ class Tokenizer:
         size = 2 * num_tokens + _SIZE_SLACK
         while size < len(data):
             beginning = data[:size].decode(errors="ignore")
-            # The cut may change the last tokens of the prefix, so require 64 tokens more than
-            # `num_tokens`.
+            # The last tokens of `beginning` may differ from the tokens of the whole text, because
+            # the text is cut there. So require 64 tokens more than `num_tokens`.
             if len(self._encode(beginning, False)) > num_tokens + 64:
                 return True
             size *= 4
@@ -261,8 +261,9 @@ class Tokenizer:
         if is_inside and self._has_start_marker:
             line, prefixed = encode("\n"), encode("\n" + text)
             ids = prefixed[len(line) :] if prefixed[: len(line)] == line else ids
-        # The ids still contain a special token, because its text is also a normal entry of the
-        # vocabulary. Encode the two halves of the text separately.
+        # Some vocabularies contain the text of a special token as an ordinary token too. The
+        # tokenizer then returns the special token despite `split_special_tokens`. Cut `text` until
+        # no piece contains the whole text of the special token, and encode the pieces separately.
         if len(text) > 1 and not self._control_ids.isdisjoint(ids):
             middle = len(text) // 2
             first, second = text[:middle], text[middle:]
@@ -400,8 +401,8 @@ def _limit_output(template: jinja2.Template, max_characters: int | None) -> Iter
 def _tokenizer_class(folder: Path) -> Any:
     """Return the `transformers` class that loads the tokenizer of a checkpoint.
 
-    If `tokenizer.json` describes the tokenizer completely, return the class that `AutoTokenizer`
-    would choose, because importing this class is faster.
+    `AutoTokenizer` can load every tokenizer, but takes longer to import. If `tokenizer.json`
+    describes the tokenizer completely, return the class that `AutoTokenizer` would choose.
     """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -495,10 +496,10 @@ Later tokens are assumed to equal the tokens of the whole text.
 
 
 def splits_at_words(vocabulary: Iterable[str]) -> bool:
-    """Return whether no token of a vocabulary spans parts of two words.
+    """Return whether a vocabulary forces its tokenizer to split every text between words.
 
-    If so, the tokenizer always splits a text between words, even if it has no pre-tokenizer (as in
-    Llama 2).
+    The result is True if no token contains a boundary between two words. The tokenizer then needs
+    no pre-tokenizer to split a text between words (as in Llama 2).
     """
     return not any(_ACROSS_WORDS.search(token) for token in vocabulary)
 

@@ -140,8 +140,8 @@ def make_exchange_header(
     Args:
         rank: Index of the device in `addresses`.
         addresses: Address of the exchange memory of each device, by rank. Each memory must be
-            filled with -1, must keep its address, and must be writable by every device. Only the
-            headers of these devices may use the memory.
+            filled with -1, must keep its address, and must be writable by every device. Make
+            exactly one set of headers, one per device, for these memories.
         max_polls: Maximum number of reads of a word that has not arrived. After these reads, the
             device that should have sent the word counts as lost.
 
@@ -157,11 +157,12 @@ def make_exchange_header(
 
 
 def nan_if_peer_lost(header: Int32[Array, "W"]) -> Float32[Array, ""]:
-    """Return NaN if data of another device did not arrive at this device in time, else 0.
+    """Return NaN if data of another device did not arrive in an earlier launch, else 0.
 
-    Each compiled program first sums this value over all devices by XLA, and adds the sum to the
-    program's results. If one device returns NaN, the results of all devices are therefore NaN. The
-    XLA sum also ensures that no device polls before all devices have loaded the program.
+    The first all-reduce of a compiled program should be XLA's (`jax.lax.psum`). Add this value to
+    the input of that all-reduce: if one device adds NaN, the sum is NaN on all devices. XLA's
+    all-reduce is also a barrier: no device polls peer memory before all devices have loaded the
+    program.
     """
     return jnp.where(header[LOST_PEER_WORD] == 0, jnp.float32(0), jnp.float32(jnp.nan))
 

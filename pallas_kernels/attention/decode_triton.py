@@ -2,7 +2,7 @@
 
 Grid (KV head, work item). A work item is one split of one sequence's keys. Its program computes:
 
-    q          [R, H]  the query heads of the KV head, repeated to R >= 16 rows in registers. Either
+    q          [R, H]  the query heads of the KV head, padded to R >= 16 rows in registers. Either
                an argument, or computed from the fused projection (`_load_new_token`). In that case
                the last split of a sequence also stores the new key and value, and attends to them
                from registers.
@@ -96,7 +96,11 @@ class DecodeSpec(tile_ops.AttentionSpec):
 
     @property
     def rows_per_head(self) -> int:
-        """Number of rows of the score tile that repeat the same query head."""
+        """Number of rows of the score tile per query head.
+
+        The kernel stores the result of the first row of each head. The other rows pad the tile to
+        16 rows, the minimum of a tensor core.
+        """
         return self.num_rows // pl.next_power_of_2(self.group)
 
     @property
@@ -324,7 +328,8 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     num_keys = seq_len - spec.num_new_tokens
     group_row = head * spec.group
     first_row = item.sequence * spec.num_heads + group_row
-    # A tensor core needs at least 16 rows, so a group of fewer heads is repeated.
+    # A tensor core needs at least 16 rows. With fewer heads, each head gets several rows, and only
+    # the first row of each head is live.
     row = jnp.arange(spec.num_rows, dtype=jnp.int32)
     group_head = lax.div(row, jnp.int32(spec.rows_per_head))
     live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.rows_per_head)) == 0)
@@ -441,9 +446,10 @@ def _store_partials(partials, carry, rows, live):
 
 
 def _merge_partials(partials, out_ref, first_partial, first_row, num_splits, spec):
-    """Merge a sequence's partials into the output rows of the query heads of one KV head.
+    """Merge the results of a sequence's splits into the output rows of one KV head's query heads.
 
-    `partials` are out [items * N, H], max [items * N] and sum [items * N], all float32.
+    `partials` are three float32 arrays with one row per work item and query head: outputs
+    [items * N, H], maxima [items * N] and sums [items * N]. A work item is one split.
     """
     heads, at_once = spec.merge_shape[0], spec.splits_per_merge
     zeros = jnp.zeros(spec.merge_shape, jnp.float32)
@@ -521,12 +527,16 @@ def _combine_states(one, other):
 
 
 def _load_new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
-    """Load, normalize and rotate one KV head's queries, key and value of a sequence's new token.
+    """Load the queries, the key and the value of a sequence's new token for one KV head.
+
+    The function rotates the queries and the key (RoPE). If the model has RMSNorms of query and key
+    heads, the function applies the norms first.
 
     Args:
         spec: Static parameters of the kernel.
-        refs: Fused projection [partials * B * (N + 2K), H], cosines and sines [B, H / 2], and with
-            head norms their weights [H] for queries and for keys.
+        refs: References of the fused projection [partials * B * (N + 2K), H], the cosines
+            [B, H / 2] and the sines [B, H / 2]. If there are head norms, the norm weights [H] of
+            queries and of keys follow.
         sequence: Index of the sequence in the batch, traced.
         kv_head: Index of the KV head, traced.
         with_key: Whether to load key and value, traced. If false, the returned key and value are

@@ -65,7 +65,8 @@ _LOG2_E = math.log2(math.e)
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 # The narrowest array with wgmma's accumulator layout has `_STRIP_COLUMNS` columns.
 _STRIP_COLUMNS = 8
-# The output is rescaled only when a score (in log2) exceeds its row's reference by more than this.
+# Softmax subtracts a reference score from all scores of a row. If a score exceeds the reference by
+# more than `_RESCALE_THRESHOLD_LOG2` (in log2), the reference grows and the output is rescaled.
 _RESCALE_THRESHOLD_LOG2 = 8.0
 # Each tile has `_NUM_FIELDS` int32 words of metadata. The metadata array begins with a header of
 # `_NUM_FIELDS` words; its first word is the number of tiles.
@@ -128,8 +129,8 @@ def paged_prefill_attention(
         scale, group, heads_per_tile, num_kv_heads, head_size, block_size, num_consumers
     )
     window = num_consumers * CONSUMER_ROWS // heads_per_tile
-    # Pad q to a whole number of tile windows. Every bucket of the engine is a multiple of `window`,
-    # so the engine's batches get no padding here.
+    # A tile reads `window` consecutive rows of q, so pad q to a multiple of `window` rows. Batches
+    # of the engine get no padding here, because their sizes are already multiples of `window`.
     num_rows = -(-num_tokens // window) * window
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
@@ -186,12 +187,13 @@ def _attend(q, k, v, numbers, *scales, spec):
 def choose_heads_per_tile(group, num_tokens):
     """Return the number of query heads per tile: the power of 2 that gives the fewest tiles.
 
-    `group` is the number of query heads per KV head. A small number of heads per tile divides
-    `group` more often (2 divides 6, 1 divides 7), so no matrix row is idle. A large number leaves
-    room for fewer tokens in a tile, so the last tile of a sequence has fewer unused rows.
+    `group` is the number of query heads per KV head. If the number of heads per tile does not
+    divide `group`, the last set of heads leaves matrix rows unused. Small numbers divide `group`
+    more often. On the other hand, a tile with many heads has room for fewer tokens. The last tile
+    of a sequence, which may have few tokens, then has fewer unused rows.
 
-    Each set of heads loads the keys again, mostly from L2. The estimate assumes eight sequences
-    instead of the batch's number, so that batches of different numbers share one kernel.
+    Each set of heads loads the keys again, mostly from L2. The estimate assumes that every batch
+    has eight sequences, so that batches with different numbers of sequences share one kernel.
     """
 
     def num_tiles(heads_per_tile):
@@ -201,11 +203,13 @@ def choose_heads_per_tile(group, num_tokens):
 
 
 def _pack_metadata(block_tables, query_start_loc, seq_lens, num_rows, window):
-    """Pack the number of tiles, the tile fields [tiles, 8], and the block tables into one array.
+    """Copy the number of tiles, the tile fields [tiles, 8], and the block tables into one array.
 
-    Mosaic GPU needs buffers aligned to 256 bytes, but XLA may pass an unaligned slice of the step's
-    argument for the block tables. A new array is aligned. The size is rounded up generously, so
-    that batches of different sizes share one kernel: each kernel takes about a second to compile.
+    Mosaic GPU needs buffers that are aligned to 256 bytes. The engine's block tables are a slice of
+    a larger array, and XLA may pass this slice unaligned. The copy is always aligned.
+
+    The size of the result is rounded up generously, so that batches of different sizes share one
+    kernel. Each kernel takes about a second to compile.
 
     Returns:
         int32 array: 8 words for the number of tiles, 8 words per tile, block tables, padding.
@@ -258,10 +262,10 @@ def _kernel(
     num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(round_index):
-        """Return the work item of this program in round number `round_index`.
+        """Return the fields of this program's work item number `round_index`.
 
-        The function returns the index of the head set, then the six metadata fields of the tile. If
-        `round_index` is past the last round, it returns the values of the last round.
+        The fields are the index of the head set, then the six metadata fields of the tile. A number
+        past the program's last work item gives the fields of the last work item.
         """
         index = jnp.minimum(round_index, num_rounds - 1)
         item = index * NUM_PROGRAMS + program
@@ -341,8 +345,9 @@ def _kernel(
                 fields = item_fields(index)
                 if with_q:
                     load_q(index, fields, half)
-                # After the last round, load one more key tile. `last_gemms` always multiplies q by
-                # the first key tile of the next round; in the last round, the product is not used.
+                # After the program's last work item, load one more key tile. `last_gemms` always
+                # multiplies q by the first key tile of the next work item. The product of this
+                # additional key tile is not used.
                 steps = jnp.where(index < num_rounds, num_key_tiles(fields), 1)
 
                 def load_step(i, step):
@@ -382,22 +387,24 @@ def _kernel(
             return q_smem.at[stage, pl.ds(pl.multiple_of(first, CONSUMER_ROWS), CONSUMER_ROWS)]
 
         def softmax(scores, reference, row_sum, shift):
-            """Return the softmax weights of one key tile, and the updated state of the rows.
+            """Compute the softmax weights of one key tile.
 
-            Token t of the tile's window sees the keys 0 to t + `shift` of the key tile. If `shift`
-            is None, all tokens see all keys.
+            A weight is exp2(score - reference score), where both scores are in log2. Each row has
+            one reference score: the maximum of the row in this key tile or in an earlier key tile.
 
             Args:
-                scores: Products q . keys [CONSUMER_ROWS, KEY_TILE].
-                reference: For each row, the number that is subtracted from the scores before exp2.
-                    It is a running maximum (in log2), but it only changes if a score exceeds it by
-                    more than `_RESCALE_THRESHOLD_LOG2`.
+                scores: Products q . keys [CONSUMER_ROWS, KEY_TILE], not yet scaled to log2.
+                reference: Reference score of each row. If the row's largest score in the key tile
+                    exceeds the reference score by more than `_RESCALE_THRESHOLD_LOG2`, the largest
+                    score becomes the reference score.
                 row_sum: Partial sums of the earlier weights [CONSUMER_ROWS, _STRIP_COLUMNS].
-                shift: Position of the window's first token, minus the position of the first key.
+                shift: Position of the first query token, minus the position of the first key.
+                    Query token t sees the keys 0 to t + `shift` of the key tile. With None, all
+                    tokens see all keys.
 
             Returns:
                 The float32 weights, the new `reference`, the new `row_sum`, and an int32: 1 if the
-                reference of any row in the warp changed, else 0.
+                reference score of any row in the warp changed, else 0.
             """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
@@ -466,9 +473,13 @@ def _kernel(
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
         def last_gemms(weights, out, step, q_stage):
-            """Add weights @ values of the last key tile to out, and start the next round.
+            """Run a work item's last GEMM, and the first GEMM of the program's next work item.
 
-            Returns out, and the scores of the first key tile of the next round.
+            The last GEMM adds weights @ values of the last key tile to `out`. The first GEMM
+            computes the scores q @ keys of the next work item's first key tile.
+
+            Returns:
+                `out`, and the scores.
             """
             value_stage, key_stage = stage_index(step), stage_index(step + 1)
 
@@ -488,9 +499,11 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Set the rows of values from row `live` on to 0 if the sequence ends inside a block.
+            """Set the rows of a value tile to 0 that are past the end of the sequence.
 
-            Both consumer warpgroups write the same zeros, so they need no barrier.
+            `live` is the first of these rows. If the sequence ends at the end of a block, the
+            loader has already written the zeros. Both consumer warpgroups write the same zeros, so
+            the warpgroups need no barrier.
             """
 
             @pl.when((live < KEY_TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
@@ -528,12 +541,15 @@ def _kernel(
                 sums,
                 wgmma_zeros(CONSUMER_ROWS, head_size),
             )
-            full = jnp.maximum(full - 1, 0)  # The first key tile has been computed before the loop.
+            # The loops below compute the softmax weights of every key tile except the first, whose
+            # weights are computed above.
+            full = jnp.maximum(full - 1, 0)
             carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
-            # Finish the last key tile of this round. `last_gemms` issues two GEMMs that overlap:
-            # weights @ values of this round, and q @ keys for the first key tile of the next round.
+            # Finish the last key tile of this work item. `last_gemms` issues two GEMMs that
+            # overlap: weights @ values of this work item, and q @ keys for the first key tile of
+            # the next work item.
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
@@ -605,11 +621,11 @@ def _reduce_in_pairs(operation, arrays):
 
 
 def _any_positive_in_warp(array):
-    """Return 1 in each warp that has a positive number in [CONSUMER_ROWS, _STRIP_COLUMNS], else 0.
+    """Return, in each warp, 1 if the warp's part of `array` has a positive number, else 0.
 
-    Warps may get different results, so code that depends on the result must not wait for other
-    warps. NaN counts as not positive: a thread holds numbers of two rows. A NaN in a row outside
-    the tile must not affect the other row.
+    The array has the shape [CONSUMER_ROWS, _STRIP_COLUMNS]. Warps may get different results, so
+    code that depends on the result must not wait for other warps. NaN is ignored, because a thread
+    holds numbers of two rows. If one row is unused and holds NaN, the other row still counts.
     """
 
     def body(_, array):

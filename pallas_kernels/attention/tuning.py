@@ -16,7 +16,8 @@ SMALL_BATCH = 8
 REFERENCE_NUM_CORES = 132
 # A key tile of prefill_hopper.py has `HOPPER_KEY_TILE` keys.
 HOPPER_KEY_TILE = 128
-# Size in bytes of the buffer of a step for keys and values that widen_triton.py converts from FP8.
+# widen_triton.py converts keys and values from FP8 into a buffer of about `WIDENED_KV_BYTES` bytes.
+# In a step with many new tokens, the buffer is larger.
 WIDENED_KV_BYTES = 2**28
 
 
@@ -169,11 +170,12 @@ def prefill_config(
 def widening_config(
     *, num_tokens: int, block_size: int, num_kv_heads: int, head_size: int, itemsize: int
 ) -> WideningConfig:
-    """Return the launch parameters of widen_triton.py for a step of `num_tokens` new tokens.
+    """Return the launch parameters of widen_triton.py, which converts FP8 blocks of the KV pool.
 
-    `max_blocks` is at least twice the number of blocks that the new tokens fill. The result does
-    not depend on the batch size, so steps of different batch sizes share kernels. It does not
-    depend on the pool size either, because the pool gets the memory that the steps leave.
+    The buffer has room for at least twice as many blocks as the new tokens fill. The result does
+    not depend on the batch size, so steps of different batch sizes share compiled kernels. The
+    result must not depend on the pool size either. The engine first determines the memory of a
+    step, including this buffer, and gives the remaining memory to the pool.
 
     Args:
         num_tokens: Number of new tokens in the step.

@@ -36,16 +36,20 @@ class Routing(NamedTuple):
     """The pairs (token, choice) of a step, sorted by expert.
 
     T tokens have k choices each, so there are R = T * k pairs. The pair of token t and choice c has
-    the index t * k + c. E is the number of experts whose weights the device holds. A pair hits no
-    expert if its token is padding, or if another device holds the expert. Such a pair has expert E.
+    the index t * k + c. E is the number of experts whose weights the device holds.
+
+    A pair is routed to no expert of this device if its token is padding, or if another device holds
+    the expert. The expert index of such a pair is E.
 
     Attributes:
         weights: Routing weight of each pair.
-        experts: Expert of each pair; E for a pair that hits no expert.
+        experts: Expert of each pair; E for a pair that is routed to no expert of this device.
         order: Pair index of each row of the sorted list. The rows are sorted by expert, and rows of
-            one expert by pair index. The pairs that hit no expert are the last rows.
+            one expert by pair index. The last rows are the pairs that are routed to no expert of
+            this device.
         positions: Row of the sorted list that holds each pair; the inverse of `order`.
-        offsets: First row of each expert. offsets[E] is the number of rows that hit an expert.
+        offsets: First row of each expert. offsets[E] is the number of rows of all experts of this
+            device.
     """
 
     weights: Float32[Array, "T k"]
@@ -81,8 +85,8 @@ def route(
             experts only.
         normalize: Whether the weights of a token are divided by their sum.
         scale: Factor that multiplies every routing weight; None for no factor.
-        num_tokens: Number of tokens; later rows are padding, and hit no expert. None means no
-            padding.
+        num_tokens: Number of tokens. Later rows are padding, and are routed to no expert. None
+            means no padding.
         first_expert: Index of the device's first expert, if the device holds only some experts.
         num_local_experts: Number of the device's experts, if `first_expert` is set.
         backend: The implementation to run.
@@ -164,7 +168,8 @@ def expert_gated_gemm(
         batch_invariant: Whether a row's bits must not depend on the other rows.
 
     Returns:
-        One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
+        One row per pair (token, choice), in the order of `routing.order`. Rows that are routed to
+        no expert of this device are undefined.
 
     Raises:
         ValueError: Shapes do not match, the activation is not supported, or `batch_invariant` is
@@ -199,8 +204,8 @@ def expert_down_gemm(
     """Apply the down projections, and return the weighted sum of each token's k experts.
 
     Each product is rounded to x's dtype. The k products of a token are summed in float32, in the
-    order of the choices, and the sum is rounded to x's dtype. Pairs that hit no expert add nothing,
-    whatever their rows contain.
+    order of the router's choices, and the sum is rounded to x's dtype. Experts of other devices and
+    padding tokens add nothing, whatever their rows of x contain.
 
     Args:
         x: Result of `expert_gated_gemm`.
@@ -250,21 +255,21 @@ def _select(
         return hopper, {"config": config}
     if batch_invariant:  # The Triton kernel is not batch-invariant.
         raise ValueError(
-            f"no batch-invariant kernel multiplies {weight.dtype} by experts of {depth} x "
-            f"{gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a 2-byte dtype, "
-            f"and sizes that are multiples of {BATCH_INVARIANT_UNIT}"
+            f"no batch-invariant kernel multiplies {weight.dtype} rows by expert weights of "
+            f"{depth} x {gemm.width} on {gemm.device_kind or 'this GPU'}: use a Hopper GPU, a "
+            f"2-byte dtype, and weight sizes that are multiples of {BATCH_INVARIANT_UNIT}"
         )
     interpret = backend is Backend.INTERPRET
     return triton, {"tile_rows": tuning.triton_tile_rows(gemm), "interpret": interpret}
 
 
 def _describe(routing, sizes, num_factors, dtype, out_dtype, backend):
-    """Return the description of a GEMM that chooses the launch parameters.
+    """Return the `ExpertsProblem`: the facts about a GEMM that determine the launch parameters.
 
     Args:
         routing: The `Routing`.
-        sizes: Number of experts, depth, and width of each factor.
-        num_factors: Number of weights per expert.
+        sizes: Number of experts, and the depth and the width of one weight.
+        num_factors: Number of weights per expert: 2 for a gated GEMM (gate and up), else 1.
         dtype: Dtype of the rows and weights.
         out_dtype: Dtype of the result.
         backend: The backend.
@@ -303,7 +308,9 @@ def check_routing(routing, **sizes):
         checks.check_array(f"routing.{name}", getattr(routing, name), "[T, k]", jnp.int32, **pairs)
     num_rows = sizes["T"] * sizes["k"]
     if sizes.get("R", num_rows) != num_rows:
-        raise ValueError(f"x has {sizes['R']} rows; it must have one row per pair, {num_rows}")
+        raise ValueError(
+            f"x has {sizes['R']} rows; it must have {num_rows}: one row per token and chosen expert"
+        )
     checks.check_array("routing.order", routing.order, "[R]", jnp.int32, R=num_rows)
     bounds = num_experts + 1
     checks.check_array("routing.offsets", routing.offsets, "[bounds]", jnp.int32, bounds=bounds)
@@ -337,7 +344,8 @@ def scaled_expert_gated_gemm(
             bfloat16 first.
 
     Returns:
-        One row per pair, in the order of `routing.order`. Rows that hit no expert are undefined.
+        One row per pair (token, choice), in the order of `routing.order`. Rows that are routed to
+        no expert of this device are undefined.
 
     Raises:
         ValueError: Shapes do not match, or the activation is not supported.
@@ -395,7 +403,7 @@ def block_scaled_expert_gated_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "R F"]:
-    """Run `expert_gated_gemm` with FP8 matrices that have scales of groups and blocks.
+    """Run `expert_gated_gemm` in FP8, with a scale per group of a row and per block of a weight.
 
     Each product equals the result of `block_scaled_gemm` in float32. See `scaled_expert_gated_gemm`
     for the other arguments, the result and the errors.
@@ -426,7 +434,7 @@ def block_scaled_expert_down_gemm(
     dtype: DTypeLike,
     backend: Backend,
 ) -> Float[Array, "T D"]:
-    """Run `expert_down_gemm` with FP8 matrices that have scales of groups and blocks.
+    """Run `expert_down_gemm` in FP8, with a scale per group of a row and per block of a weight.
 
     Each product equals the result of `block_scaled_gemm` in float32. See `scaled_expert_down_gemm`
     for the other arguments and the errors, and `block_scaled_expert_gated_gemm` for the scales.
@@ -441,7 +449,7 @@ def block_scaled_expert_down_gemm(
 def _select_fp8(
     weight, routing, num_factors, dtype, backend, *, grouped
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the module whose function runs an FP8 GEMM, and the options of the function.
+    """Return the module that runs an FP8 GEMM, and the options for the module's function.
 
     Args:
         weight: Weights of all experts.
@@ -449,7 +457,8 @@ def _select_fp8(
         num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
         dtype: Dtype of the result.
         backend: The backend.
-        grouped: Whether groups and blocks have scales, rather than rows.
+        grouped: Whether there is one scale per group of 128 columns of a row of x, and one scale
+            per block of 128 x 128 of a weight. Otherwise there is one scale per row.
     """
     options: dict[str, Any] = {"dtype": jnp.dtype(dtype)}
     interpret = backend is Backend.INTERPRET
@@ -500,13 +509,13 @@ def check_fp8_down_gemm(x, weight, x_scale, weight_scale, routing, *, grouped):
 
 
 def _check_fp8_scales(x_scale, weight_scale, rows, outputs, inputs, sizes, blocks):
-    """Check scales of rows, or of groups and blocks.
+    """Check the shapes and dtypes of FP8 scales.
 
     Args:
         x_scale, weight_scale: The scales.
         rows, outputs, inputs: Names of the axes of x and of the weight.
         sizes: Sizes of the axes.
-        blocks: Number of blocks along the outputs of a weight; None if each row has a scale.
+        blocks: Number of blocks along the outputs of a weight; None if each row has one scale.
     """
     if blocks is None:
         x_axes, weight_axes = f"[{rows}]", f"[E, {outputs}]"

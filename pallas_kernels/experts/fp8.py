@@ -27,13 +27,15 @@ def down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, backend):
 
 
 def _tile_product(x, weight, x_scale, weight_scale, rows_per_part, backend):
-    """Return a function of an expert and of row indices that multiplies rows of x by the expert.
+    """Return a function `multiply(expert, rows)` that multiplies rows of x by an expert's weight.
 
     Args:
-        x, weight: FP8 rows, and the FP8 weights of all experts.
-        x_scale, weight_scale: Scales of the rows and of the weights of all experts. If the rows'
-            scales have two axes, groups and blocks have scales.
-        rows_per_part: Number of rows of each projection in the weight of an expert.
+        x: FP8 rows.
+        weight: FP8 weights of all experts.
+        x_scale: Scales [rows], or [rows, groups] if each group of 128 columns has a scale.
+        weight_scale: Scales of the weights of all experts: one per block if `x_scale` has groups,
+            else one per weight row.
+        rows_per_part: Number of weight rows of each projection of an expert: gate and up, or down.
         backend: The backend of the public op.
     """
     gemm = fp8.scaled_gemm

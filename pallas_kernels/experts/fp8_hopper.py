@@ -1,18 +1,18 @@
 """Expert GEMMs of FP8 matrices in Pallas Mosaic GPU, for Hopper.
 
-The kernel computes the items of hopper.py's `ProgramItems`. The weight is stored as [outputs,
+The kernel computes the work items of hopper.py's `ProgramItems`. The weight is stored as [outputs,
 inputs], because the tensor core multiplies FP8 matrices only if the depth is contiguous in both. A
 stage covers a group of 128 of the depth (128 bytes):
 
-    one loader and one or two consumers, each computing 64 outputs, or 64 outputs of two factors:
-        for item in items of the program:
+    one loader and one or two consumers, each computing 64 outputs, or 64 of gate and 64 of up:
+        for item in work items of the program:
             for stage in depth: sums += weight tile @ (rows of x).T    times the group's scales
             out rows = activation(sums).T, stored through shared memory
 
 If each row and each output has one scale, both scales multiply the final sums. Otherwise each group
 has different scales. In most cases, the kernel adds the products of each group in float32 outside
 the tensor core, as in the few-rows kernel of `gemm/fp8_hopper.py`. The exception is a tile with
-more than 64 rows whose groups have no scales. The tensor core adds the products of this tile,
+more than 64 rows, which has one scale per row. The tensor core adds the products of this tile,
 because the registers cannot hold both products and sums.
 
 A tile begins at any row, and a gated tile has rows of any tokens. So each thread loads the scales
@@ -39,8 +39,9 @@ from pallas_kernels.gemm.fp8_hopper import (
 
 # Layout of an array that has one element for each row of a tile.
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
-# Without scales of groups, the tensor core adds the products of all groups in tiles with more rows
-# than this, because the registers cannot hold both products and sums.
+# If each row has one scale, the kernel adds the products of a tile of at most `_MAX_PROMOTED_ROWS`
+# rows in float32, outside the tensor core. In a larger tile, the tensor core adds the products,
+# because the registers cannot hold both products and sums.
 _MAX_PROMOTED_ROWS = 64
 
 
@@ -54,7 +55,7 @@ def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, config: Expe
 
 
 def down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, config: ExpertsConfig):
-    """Return the weighted sum [T, D] of the FP8 products of each token's pairs.
+    """Apply the FP8 down projections, and return the weighted sum [T, D] over each token's experts.
 
     See `fp8_triton.down_gemm` for the arguments. `config` has the launch parameters.
     """
@@ -147,7 +148,10 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
 
 
 def _rows_of_x(items, item):
-    """Return the index in x of each row of an item's tile; 0 for rows past the end of the tile."""
+    """Return, for each row of a tile, the index of the row of x that the kernel multiplies.
+
+    `item` is the `Item` of the tile. The index is 0 for rows past the end of the tile.
+    """
     shape = (items.config.tile_rows,)
     index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_ROW_LAYOUT)
     if not items.is_gated:
@@ -166,9 +170,10 @@ def _gather_scales(x_scale_ref, x_rows, group):
     """Return the scales of rows of x, in a layout that can be broadcast along axis 1 of the sums.
 
     Args:
-        x_scale_ref: Scales of rows, or of groups and rows.
-        x_rows: Rows of x.
-        group: Index of the group; 0 if rows have one scale.
+        x_scale_ref: Scales [rows of x], or [groups, rows of x] if each group of `GROUP_DEPTH`
+            columns of a row has a scale.
+        x_rows: Indices of rows of x.
+        group: Index of the group; 0 if each row has one scale.
     """
     num_rows = x_scale_ref.shape[-1]
 

@@ -44,10 +44,11 @@ def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, tile_rows, i
     Args:
         x: FP8 rows of the tokens [T, D].
         weight: FP8 weights of all experts [E, 2 F, D].
-        x_scale, weight_scale: Scales [T] of rows and [E, 2 F] of outputs, or scales [T, groups] and
-            [E, blocks, groups] of groups and blocks.
+        x_scale: Scales [T] of the rows, or [T, groups] of groups of `FP8_GROUP_SIZE` columns.
+        weight_scale: Scales [E, 2 F] of the weight rows. If `x_scale` has groups, scales
+            [E, blocks, groups] of blocks of `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns.
         routing: The `Routing`.
-        dtype: Dtype of the result. Rows that hit no expert are undefined.
+        dtype: Dtype of the result. Rows that are routed to no expert of this device are undefined.
         tile_rows: Rows per tile: at least 16, a power of two.
         interpret: Whether to run the kernels in interpret mode.
     """
@@ -58,13 +59,14 @@ def gated_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, tile_rows, i
 
 
 def down_gemm(x, weight, x_scale, weight_scale, routing, *, dtype, tile_rows, interpret: bool):
-    """Return the weighted sum [T, D] of the FP8 products of each token's pairs.
+    """Apply the FP8 down projections, and return the weighted sum [T, D] over each token's experts.
 
     Args:
-        x: FP8 rows of the pairs [R, F].
+        x: FP8 rows [R, F], sorted by expert: one row per token and chosen expert.
         weight: FP8 weights of all experts [E, D, F].
-        x_scale, weight_scale: Scales [R] of rows and [E, D] of outputs, or scales [R, groups] and
-            [E, blocks, groups] of groups and blocks.
+        x_scale: Scales [R] of the rows, or [R, groups] of groups of `FP8_GROUP_SIZE` columns.
+        weight_scale: Scales [E, D] of the weight rows. If `x_scale` has groups, scales
+            [E, blocks, groups] of blocks of `FP8_GROUP_SIZE` rows by `FP8_GROUP_SIZE` columns.
         routing, dtype, tile_rows, interpret: See `gated_gemm`.
     """
     arguments = x, weight, x_scale, weight_scale, routing.offsets
@@ -155,7 +157,10 @@ def _kernel(
             return load(weight_ref, index, broadcast(is_column, 0, shape), inner)
 
         def group_scales(step):
-            """Return (row scales * weight scale) for each factor, in the step's group."""
+            """Return (row scales * block scale) for each weight: gate and up, or down.
+
+            The scales are those of the group of x columns that contains the step's columns.
+            """
             group = lax.div(step, jnp.int32(FP8_GROUP_SIZE // _DEPTH))
             source = x_scale_ref.at[jnp.full_like(x_rows, group), x_rows]
             row_scales = plgpu.load(source, mask=is_row, other=0)

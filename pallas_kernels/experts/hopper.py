@@ -1,12 +1,12 @@
 """Products of token rows by the weights of their experts in Pallas Mosaic GPU, for Hopper.
 
 The rows are sorted by expert. A tile is up to `tile_rows` rows of one expert. `triton.expert_tiles`
-lists the tiles on the device, so experts without rows take no time. An item is the part of the
+lists the tiles on the device, so experts without rows take no time. A work item is the part of the
 product for one tile and one block of columns. Each program, one per SM, computes every
-`num_programs`-th item:
+`num_programs`-th work item:
 
-    one loader and one or two consumers, each computing 64 columns, or 64 columns of two factors:
-        for item in items of the program:
+    one loader and one or two consumers, each computing 64 columns, or 64 of gate and 64 of up:
+        for item in work items of the program:
             for stage in depth: sums += (rows of x @ weight tile).T
             out rows = activation(sums).T, stored through shared memory
 
@@ -67,16 +67,18 @@ def _multiply(x, weight, routing, *, gated, config):
 
 
 def multiply_rows(body, operands, routing, *, gated, weight_tiles, dtype, config: ExpertsConfig):
-    """Return the rows [R, width] of the product of an expert kernel, sorted by expert.
+    """Run an expert kernel, and return the rows [R, width] of the product, sorted by expert.
 
     Args:
-        body: Body of the kernel: a function of this module or of the FP8 module that takes the
-            `ProgramItems`, the references of the operands after x, and `weight_smem`.
-        operands: Rows, weights of all experts, and for FP8 the scales of both. The rows are those
-            of the tokens if `gated`, else sorted by expert.
+        body: Function that the kernel runs: `_kernel` of this file or of fp8_hopper.py. The
+            arguments are the `ProgramItems`, the references of the weights and of FP8 scales, and
+            `weight_smem`.
+        operands: x, the weights of all experts, and in FP8 the scales of x and of the weights. If
+            `gated`, x has one row per token. Otherwise x has one row per pair, sorted by expert.
         routing: The `Routing`. Rows of the product that are in no tile are undefined.
-        gated: Whether the weights hold gate and up, and the product is gated.
-        weight_tiles: Shape of the tiles of the weight in a stage; the last axis is the depth.
+        gated: Whether an expert has two weights, gate and up, and the result is silu(gate) * up.
+        weight_tiles: Shape of the weight tiles of a pipeline stage. The last size is also the
+            number of columns of x in the stage.
         dtype: Dtype of the product.
         config: Launch parameters.
     """
@@ -195,7 +197,7 @@ def _kernel(items, weight_ref, *, weight_smem):
 
 
 class Item(NamedTuple):
-    """The part of the product for one tile of rows and one block of columns.
+    """A work item: the part of the product for one tile of rows and one block of columns.
 
     Attributes:
         expert: Index of the expert.
@@ -211,10 +213,12 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramItems:
-    """The items of a program of an expert kernel, the rows that it loads, and its output.
+    """The work items of one program of an expert kernel, and the arrays that the program uses.
+
+    A work item is one tile of rows and one block of columns of the output (see `Item`).
 
     Attributes:
-        ring: Stages of the program.
+        ring: Pipeline stages of the program.
         x_ref: Rows of the tokens, or rows sorted by expert.
         tiles_ref: Result of `triton.expert_tiles`.
         order_ref: Pair index of each sorted row; None if x is sorted.
@@ -223,7 +227,7 @@ class ProgramItems:
         out_views: Shared memory of the output of all consumers: for the consumers, and for the copy
             engine.
         num_choices: Number of pairs per token; None if x is sorted.
-        tile_columns: Number of columns of an item.
+        tile_columns: Number of output columns of a work item.
         config: Launch parameters.
     """
 
@@ -256,10 +260,10 @@ class ProgramItems:
         return self.config.num_stages - 2
 
     def pipeline(self, num_steps, *, moves_registers) -> pipelines.Pipeline:
-        """Return the pipeline that computes the items.
+        """Return the pipeline that computes the work items of the program.
 
         Args:
-            num_steps: Number of steps along the depth.
+            num_steps: Number of pipeline steps per work item. Each step covers a part of the depth.
             moves_registers: Whether the loader gives registers to the consumers.
         """
         program, num_programs = lax.axis_index("program"), self.config.num_programs
@@ -278,12 +282,15 @@ class ProgramItems:
         return pipelines.Pipeline(self.ring, num_steps, num_tiles, locate, registers)
 
     def copy_rows(self, item, depth_slice, stage):
-        """Start to copy the rows of an item from sorted rows."""
+        """Start to copy the rows of a work item's tile from x, which is sorted by expert."""
         rows = pl.ds(item.row, self.config.tile_rows)
         stage.copy(self.x_ref.at[rows, depth_slice], self.x_views[1])
 
     def gather_rows(self, item, step, stage):
-        """Start to gather the rows of an item, and publish the rows of an earlier step."""
+        """Start to gather the rows of a work item's tile from x, which is not sorted.
+
+        Then tell the consumers that the rows of an earlier step are in shared memory.
+        """
         memory = self.order_ref, self.x_ref, self.x_views[1]
         rows = item.row, item.count
         _gather_rows(*memory, *rows, step, stage.index, num_choices=self.num_choices)
@@ -294,7 +301,10 @@ class ProgramItems:
             self._publish(stage.number - self._gathers_ahead)
 
     def finish_gathers(self, pipeline):
-        """Publish the rows of the last steps; do nothing if the rows are not gathered."""
+        """Wait for the last gathers, and tell the consumers that the rows are in shared memory.
+
+        The down GEMM gathers no rows, so the method then does nothing.
+        """
         if not self.is_gated:
             return
         _wait_for_gathers(0)
@@ -308,11 +318,11 @@ class ProgramItems:
         plgpu.barrier_arrive(self.ring.full.at[stage])
 
     def store(self, results, item, first_column):
-        """Round the transposed sums of a consumer, and start to store the rows of an item.
+        """Round the transposed sums of a consumer, and start to copy the sums to the output.
 
         Args:
             results: Sums of each block of columns.
-            item: The item.
+            item: The work item whose sums the consumer computed.
             first_column: Function that takes the index of a block, and returns the block's first
                 column in the output.
         """

@@ -3,7 +3,7 @@
 Each kernel has a grid of programs, and computes a result:
 
 choose_experts  grid (token,)                     weights and indices of the chosen experts
-sort_pairs      grid (block of numbers,)          pairs (token, choice) sorted by expert
+sort_pairs      grid (block of results,)          pairs (token, choice) sorted by expert
 expert_tiles    grid (block of tiles,)            list of tiles; the rows of a tile have one expert
 gather_rows     grid (row,)                       rows of x, sorted by expert
 combine_rows    grid (token, block of columns)    weighted sum of the rows of each token
@@ -27,8 +27,10 @@ TILE_FIELDS = 4
 # for 8,192 pairs, and 62 us for 16,384 pairs. XLA's sort takes 8, 31 and 38 us for the same numbers
 # of pairs.
 MAX_SORTED_PAIRS = 8192
-"""Maximum number of pairs that `sort_pairs` is used for."""
-_NUMBERS_PER_PROGRAM = 16  # A program of `sort_pairs` computes this many numbers.
+"""Maximum number of pairs (token, choice) that `sort_pairs` sorts."""
+# A program of `sort_pairs` computes `_NUMBERS_PER_PROGRAM` integers: positions of pairs in the list
+# that is sorted by expert, or offsets of experts in that list.
+_NUMBERS_PER_PROGRAM = 16
 _MAX_KEYS = 512  # A step of `sort_pairs` reads at most `_MAX_KEYS` keys.
 _COMPARISONS_PER_THREAD = 64  # per step of `sort_pairs`
 _TILES_PER_PROGRAM = 16
@@ -136,17 +138,17 @@ def _choose_kernel(
     if scale is not None:
         weights *= jnp.float32(scale)
     experts -= first_expert_ref[0]
-    is_hit = (experts >= 0) & (experts < num_local_experts) & (token < num_tokens_ref[0])
-    experts = jnp.where(is_hit, experts, num_local_experts)
+    has_expert = (experts >= 0) & (experts < num_local_experts) & (token < num_tokens_ref[0])
+    experts = jnp.where(has_expert, experts, num_local_experts)
     for out_ref, out in ((weights_ref, weights), (experts_ref, experts)):
         target = out_ref.at[jnp.full_like(choice_index, token), choice_index]
         plgpu.store(target, out, mask=is_choice)
 
 
 def _softmax(values, mask):
-    """Return the softmax of the values under the mask, and 0 elsewhere.
+    """Return the softmax over the values where `mask` is true, and 0 where `mask` is false.
 
-    If a value is NaN, all values under the mask become NaN.
+    If one of the values in the softmax is NaN, all results where `mask` is true are NaN.
     """
     values = jnp.where(mask, values, -jnp.inf)
     powers = jnp.exp(values - jnp.max(values))
@@ -163,17 +165,22 @@ def _ordered_keys(values):
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "interpret"))
 def sort_pairs(experts, *, num_experts: int, interpret: bool = False):
-    """Sort the pairs by expert, and return `order`, `positions` and `offsets` of a `Routing`.
+    """Sort the pairs (token, choice) by expert.
 
-    A program computes `_NUMBERS_PER_PROGRAM` numbers: positions of pairs, or offsets of experts.
-    A pair has the key expert * R + pair, and the position of a pair is the number of lower keys.
-    The offset of an expert is the number of keys below expert * R.
+    The router chooses k experts for each of T tokens, which gives R = T * k pairs. The pair of
+    token t and choice c has the index i = t * k + c and the sort key expert * R + i. The position
+    of the pair in the sorted list is the number of lower keys. The offset of an expert is the
+    number of keys below expert * R. A program computes `_NUMBERS_PER_PROGRAM` numbers: positions of
+    pairs, or offsets of experts.
 
     Args:
         experts: Expert [T, k] of each pair: 0 to `num_experts`. The last index stands for no
             expert. (`num_experts` + 1) * R must be less than 2 ** 31.
         num_experts: Number of experts (E).
         interpret: Whether to run the kernel in interpret mode.
+
+    Returns:
+        The fields `order`, `positions` and `offsets` of a `Routing`.
     """
     num_pairs = experts.size
     num_keys = min(_MAX_KEYS, max(_NUMBERS_PER_PROGRAM, pl.next_power_of_2(num_pairs)))

@@ -9,8 +9,8 @@ _TILE = 64  # number of columns per block
 _STAGE_BYTES = 128  # A pipeline stage holds this many bytes of each row and column.
 _MIN_TILE_ROWS = 8
 _MAX_TILE_ROWS = 128
-# FP8 rows may have one scale per quantization group (128 consecutive numbers of a row). A tile with
-# more rows than this then needs too many registers for its sums, products and scales.
+# Maximum number of rows per tile if FP8 rows have one scale per quantization group (128 consecutive
+# numbers of a row). A larger tile would need too many registers for sums, products and scales.
 _MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
 # The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
@@ -26,7 +26,8 @@ class ExpertsProblem(NamedTuple):
         num_tokens: Number of tokens.
         num_choices: Number of experts that each token chooses.
         num_experts: Number of experts.
-        depth, width: Shape of the weight of an expert, or of each of its factors gate and up.
+        depth, width: Shape of one weight of an expert. In a gated GEMM, an expert has two weights,
+            gate and up.
         itemsize: Number of bytes per element of the rows and weights.
         num_factors: Number of weights per expert: 2 for a gated GEMM, else 1.
         out_itemsize: Number of bytes per element of the result.
@@ -96,17 +97,20 @@ def experts_config(gemm: ExpertsProblem) -> ExpertsConfig | None:
 def fp8_experts_config(gemm: ExpertsProblem, *, grouped: bool) -> ExpertsConfig | None:
     """Return the launch parameters of fp8_hopper.py, or None if the kernel cannot run.
 
-    `grouped` says whether groups and blocks have scales, rather than rows.
+    If `grouped` is true, there is one scale per group of 128 columns of a row of x, and one
+    scale per block of 128 x 128 of a weight. Otherwise there is one scale per row.
     """
     return _choose_config(gemm, _MAX_GROUPED_TILE_ROWS if grouped else _MAX_TILE_ROWS)
 
 
 def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
-    """Return the launch parameters of a Hopper kernel, or None if it cannot run.
+    """Return the launch parameters of a Hopper kernel, or None if the kernel cannot run.
 
     With few rows per expert, the speed depends on the number of weight bytes in flight. With many
-    rows, two consumers with two blocks each reuse the tiles in shared memory most often. The kernel
-    can run with any number of rows, except that x must be smaller than 2 GiB.
+    rows, the speed depends on the number of products per loaded tile. Two consumer warpgroups that
+    compute two blocks of 64 columns each give the most products per tile.
+
+    The array x of a gated GEMM must be smaller than 2 GiB.
     """
     if not (is_hopper(gemm.device_kind) and gemm.num_cores and gemm.num_rows):
         return None
@@ -130,10 +134,10 @@ def _choose_config(gemm: ExpertsProblem, max_rows: int) -> ExpertsConfig | None:
 
 
 def num_stages(gemm: ExpertsProblem, rows: int, num_consumers: int, num_blocks: int) -> int:
-    """Return the number of pipeline stages.
+    """Return the number of pipeline stages that fit in `_PREFETCHED_BYTES` bytes.
 
-    `_PREFETCHED_BYTES` limits the number, but it is at least `_MIN_STAGES` if these fit in shared
-    memory.
+    If fewer than `_MIN_STAGES` stages fit in these bytes, return `_MIN_STAGES` instead. The result
+    is at most the number of stages that fit in shared memory.
     """
     out_bytes = num_consumers * rows * _TILE * gemm.out_itemsize
     stage_bytes = (num_consumers * num_blocks * _TILE + rows) * _STAGE_BYTES

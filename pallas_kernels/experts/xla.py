@@ -1,7 +1,7 @@
 """Routing and expert GEMMs in plain XLA.
 
 The GEMMs run a loop over tiles. A tile has a fixed number of rows of one expert, so the loop reads
-only the weights of experts that are hit. The number of tiles is known at run time.
+only the weights of experts with at least one row. The number of tiles is known at run time.
 """
 
 import jax
@@ -35,19 +35,22 @@ def choose_experts(logits, num_choices, *, softmax_first, normalize, scale):
 
 
 def sort_by_expert(experts, num_experts, num_tokens=None):
-    """Sort the pairs by expert, and return all fields of a `Routing` except `weights`, in order.
+    """Sort the pairs (token, choice) by expert.
 
     Args:
-        experts: Expert [T, k] of each pair. An index outside the `num_experts` experts of the
-            device hits no expert.
+        experts: Expert [T, k] of each pair, relative to the first expert of the device. If the
+            number is not from 0 to `num_experts` - 1, the pair is routed to no expert.
         num_experts: Number of experts of the device (E).
         num_tokens: Number of tokens; later rows are padding. None means no padding.
+
+    Returns:
+        All fields of a `Routing` except `weights`, in order.
     """
     (num_rows, num_choices), num_pairs = experts.shape, experts.size
-    hits = (experts >= 0) & (experts < num_experts)
+    has_expert = (experts >= 0) & (experts < num_experts)
     if num_tokens is not None:
-        hits &= jnp.arange(num_rows, dtype=jnp.int32)[:, None] < num_tokens
-    experts = jnp.where(hits, experts, num_experts).astype(jnp.int32)
+        has_expert &= jnp.arange(num_rows, dtype=jnp.int32)[:, None] < num_tokens
+    experts = jnp.where(has_expert, experts, num_experts).astype(jnp.int32)
     pairs = jnp.arange(num_pairs, dtype=jnp.int32)
     # Sort one array of distinct keys, which is faster than a stable sort of keys and values.
     order = lax.sort(experts.reshape(-1) * num_pairs + pairs, is_stable=False) % max(num_pairs, 1)
@@ -81,7 +84,9 @@ def expert_down_gemm(x, weight, routing, *, batch_invariant):
 
 
 def gated_rows(multiply, routing, width, dtype, *, batch_invariant=False):
-    """Return silu(gate) * up of each pair; rows that hit no expert are undefined.
+    """Return silu(gate) * up for each token and chosen expert, [R, width], sorted by expert.
+
+    Rows that are routed to no expert of this device are undefined.
 
     Args:
         multiply: Function of an expert and of token indices that returns gate and up, concatenated
@@ -121,18 +126,18 @@ def sum_choices(multiply, routing, width, dtype, *, batch_invariant=False):
         return multiply(expert, rows).astype(dtype)
 
     products = map_tiles(compute_tile, routing, width, dtype, batch_invariant=batch_invariant)
-    is_hit = routing.experts < routing.offsets.shape[0] - 1
+    has_expert = routing.experts < routing.offsets.shape[0] - 1
 
-    def add_choices(is_hit, positions, weights):
-        total = jnp.zeros((is_hit.shape[0], width), jnp.float32)
-        for choice in range(is_hit.shape[1]):
+    def add_choices(has_expert, positions, weights):
+        total = jnp.zeros((has_expert.shape[0], width), jnp.float32)
+        for choice in range(has_expert.shape[1]):
             rows = take_rows(products, positions[:, choice]).astype(jnp.float32)
-            total += jnp.where(is_hit[:, choice, None], rows * weights[:, choice, None], 0)
+            total += jnp.where(has_expert[:, choice, None], rows * weights[:, choice, None], 0)
         return total.astype(dtype)
 
-    arrays = is_hit, routing.positions, routing.weights
-    # Outside of tiles, XLA may round a multiplication and an addition together for some numbers of
-    # rows only.
+    arrays = has_expert, routing.positions, routing.weights
+    # XLA may fuse a multiplication and an addition, which rounds only once. Whether XLA does so can
+    # depend on the number of rows, so a batch-invariant result needs tiles of a fixed size.
     return map_row_tiles(add_choices, *arrays) if batch_invariant else add_choices(*arrays)
 
 
@@ -147,7 +152,9 @@ def expert_weight(weight, expert):
 
 
 def map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
-    """Return the rows [R, width] of all tiles; rows that hit no expert are undefined.
+    """Return the rows [R, width] of all tiles, sorted by expert.
+
+    Rows that are routed to no expert of this device are undefined.
 
     Args:
         compute_tile: Function of an expert and of row indices that returns the tile's rows.
@@ -176,7 +183,7 @@ def map_tiles(compute_tile, routing, width, dtype, *, batch_invariant):
 
 
 def _num_tile_rows(num_rows, num_experts):
-    """Return the number of rows per tile, for `num_rows` rows that hit `num_experts` experts.
+    """Return the number of rows per tile, if `num_rows` rows belong to `num_experts` experts.
 
     The number is the next power of two above the mean number of rows per expert, from
     `MIN_TILE_ROWS` to `MAX_TILE_ROWS`.

@@ -63,8 +63,8 @@ def gated_gemm(
     """Return silu(x @ weight[:, 0]) * (x @ weight[:, 1]) (SwiGLU: Shazeer 2020, arXiv:2002.05202).
 
     The GEMM accumulates in float32, the activation computes in float32, and the result has x's
-    dtype. On Hopper GPUs a single kernel computes both where that is faster. Otherwise XLA's GEMM
-    rounds its result to x's dtype, and `gated_silu` follows.
+    dtype. On Hopper GPUs, a single kernel computes GEMM and activation if that is faster. Otherwise
+    XLA's GEMM rounds gate and up to x's dtype, and `gated_silu` then applies the activation.
 
     Raises:
         ValueError: Shapes do not match.
@@ -150,7 +150,11 @@ def batch_invariant_gated_gemm(
 
 
 def _pad_rows(x, weight, backend):
-    """Pad x with rows to whole tiles of the Hopper kernels; return it and the `GemmProblem`."""
+    """Pad x with zero rows, so that tiles of the Hopper kernels divide the rows evenly.
+
+    Returns:
+        The padded x, and the `GemmProblem` of the padded x and `weight`.
+    """
     unit = next((size for most, size in ((64, 8), (128, 64)) if x.shape[0] <= most), 128)
     missing = -x.shape[0] % unit
     rows = jnp.pad(x, ((0, missing), (0, 0))) if missing else x

@@ -63,7 +63,8 @@ def few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config: Few
 
     Args:
         x: FP8 rows [T, C].
-        weight: FP8 weight [D, C]. If gated, the outputs of gate come before the outputs of up.
+        weight: FP8 weight [D, C]. If `gated`, the rows of the gate projection come before the rows
+            of the up projection.
         x_scale, weight_scale: Either scales [T] of the rows and [D] of the outputs; or scales
             [T, groups] of groups of 128 columns, and [blocks, groups] of blocks of 128 x 128.
         gated: Whether to return silu(gate) * up, as one partial with D / 2 columns.
@@ -216,8 +217,11 @@ def _few_rows_kernel(
             ]
 
         def scales(step, stage):
-            """Yield one list for each scale group of a step. The list contains (row scales * weight
-            scale) for each factor."""
+            """Yield one list for each group of `GROUP_DEPTH` columns of x in a step.
+
+            The list contains (row scales * block scale) for each weight. A gated GEMM has two
+            weights, gate and up.
+            """
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
                 row_scales = load_scales(x_scale_smem.at[stage, i], 1)
@@ -297,7 +301,8 @@ def _many_rows_kernel(
 ):
     program, (num_rows, depth), width = lax.axis_index("program"), x_ref.shape, out_ref.shape[1]
     num_factors, num_steps = weight_smem.shape[1], depth // GROUP_DEPTH
-    # In a gated weight, row i of up is row `width` + i of the weight.
+    # In a gated GEMM, the first `width` rows of the weight are the gate projection, and the next
+    # `width` rows are the up projection.
     factor_stride, shape = width if gated else TILE_COLUMNS, (CONSUMER_ROWS, TILE_COLUMNS)
     tile_width = TILE_COLUMNS if gated else TILE_COLUMNS * num_factors
     grid = num_rows // TILE_ROWS, width // tile_width
@@ -331,7 +336,7 @@ def _many_rows_kernel(
             return [(x_tile, tile.transpose((1, 0))) for tile in tiles]
 
         def rescaled_sums(steps, column):
-            """Return the sums of a tile with block scales."""
+            """Return the accumulated products of an output tile, times row and block scales."""
 
             def block_scales(step):
                 group = jnp.minimum(step, num_steps - 1)
@@ -376,14 +381,14 @@ def accumulate_promoted(steps, num_groups, operands, shape, scales):
     Args:
         steps: Steps of the tile.
         num_groups: Number of groups per stage.
-        operands: Function that takes a stage and a group, and returns for each factor the pair of
-            tiles to multiply.
-        shape: Shape of the sums of one factor.
-        scales: Function that takes a step and the step's stage, and returns for each group the
-            scales of each factor. None if groups have no scales.
+        operands: Function that takes a stage and a group, and returns a list of pairs of tiles. The
+            tensor core multiplies the two tiles of each pair.
+        shape: Shape of the product of a pair.
+        scales: Function that takes a step and the step's stage, and returns for each group a list
+            with the scales of each product. None if groups have no scales.
 
     Returns:
-        The sums of each factor.
+        One array of sums per pair.
     """
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     count = len(operands(0, 0))
@@ -431,15 +436,15 @@ def _accumulate_rescaled(steps, operands, shape, load, scales):
 
     Args:
         steps: Steps of the tile.
-        operands: Function that takes a stage, and returns for each factor the pair of tiles to
-            multiply.
-        shape: Shape of the sums of one factor.
+        operands: Function that takes a stage, and returns a list of pairs of tiles. The tensor core
+            multiplies the two tiles of each pair.
+        shape: Shape of the product of a pair.
         load: Function that loads the block scales of a step. The loop calls it one step ahead.
-        scales: Function that takes the result of `load` and a stage, and returns for each factor
-            the scales of the rows.
+        scales: Function that takes the result of `load` and a stage, and returns for each pair the
+            scales of the rows.
 
     Returns:
-        The scaled sums of each factor.
+        One array of scaled sums per pair.
     """
     by_row = plgpu.Layout.WGMMA.reduce(1)
 

@@ -75,7 +75,7 @@ class FewRowsConfig:
         tile_rows: Number of rows per program.
         num_consumers: Number of consumer warpgroups per program, each for 64 columns.
         num_stages: Number of pipeline stages, at least 2.
-        num_groups: Number of groups of 128 bytes of the depth per stage; always 1 in hopper.py.
+        num_groups: Depth of a pipeline stage, in units of 128 bytes; always 1 in hopper.py.
     """
 
     num_splits: int
@@ -233,10 +233,11 @@ def few_fp8_rows_config(gemm: GemmProblem, *, grouped: bool) -> FewRowsConfig | 
 def few_rows_scale_shapes(config: FewRowsConfig, depth: int, num_factors: int):
     """Return the shapes of the scales in shared memory of the block-scaled few-rows kernel.
 
-    The size of a copy must be a multiple of 128 bytes, with at most 256 numbers per axis. The
-    arrays may therefore hold more groups than the program's split of the depth has. The extra
-    groups come after the split. If the split does not begin at a multiple of
-    `SCALE_COPY_ALIGNMENT`, extra groups also come before it.
+    A group is 128 numbers along the depth that share a scale. A program processes a part of the
+    depth (a split), and copies the scales of all groups in that part. The size of a copy must be a
+    multiple of 128 bytes, with at most 256 numbers per axis. The copies may therefore include
+    scales of groups after the part. If the part does not begin at a multiple of
+    `SCALE_COPY_ALIGNMENT` groups, the copies also include scales of groups before the part.
 
     Returns:
         The shape [groups, rows] of the row scales of one stage, and the shape

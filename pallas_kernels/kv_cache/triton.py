@@ -123,8 +123,8 @@ def rope_write_kv(
     _, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
-    # A divisor of the number of KV heads also divides the number of query heads. Every tile
-    # therefore has only query heads, only key heads, or only value heads.
+    # `tile_heads` divides the number of KV heads, and therefore the number of query heads. So every
+    # tile has only query heads, only key heads, or only value heads.
     tile_heads = min(config.tile_rows, num_kv_heads & -num_kv_heads)
     tile_tokens = config.tile_rows // tile_heads
     pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
@@ -270,7 +270,7 @@ def _store_halves(ref, rows, halves, live, scale=None):
 
 
 def _half_tiles(ref, rows, live):
-    """Return (index, mask) of the first half of the rows, and (index, mask) of the second half."""
+    """Return two (index, mask) pairs, which select the left and the right half of each row."""
     half = ref.shape[1] // 2
     shape = (rows.shape[0], pl.next_power_of_2(half))
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)

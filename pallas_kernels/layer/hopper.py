@@ -79,8 +79,10 @@ class LayerSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmPartition:
-    """Division of the work units of a GEMM among the programs. A work unit multiplies one chunk of
-    weight rows by one column block.
+    """Division of the work units of a GEMM among the programs.
+
+    A work unit is the multiplication by one tile of the weight: one chunk of rows of one column
+    block.
 
     Attributes:
         blocks: Number of column blocks of 64 columns.
@@ -314,9 +316,16 @@ def _kernel(
             pl.when(warp == 1)(lambda: _compute_last_scales(plan, eps, num_rows, exchange, scales))
 
     def multiply(gemm, start, stop, step):
-        """Multiply the work units `start` to `stop` of a column block, and return the sum [64, 8]
-        of this warpgroup. The loader numbers the work units of all GEMMs in the order in which it
-        copies their weights. `step` is the number of work unit `start` in this order.
+        """Multiply the weights of one column block by the activations.
+
+        Args:
+            gemm: The `GemmPartition`.
+            start, stop: Range of this program's work units: tiles of the weight in the column
+                block. A tile has 64 columns (gate and up: 64 of each) by `gemm.depth` rows.
+            step: Number of work units of this program before `start`, over all GEMMs.
+
+        Returns:
+            The product [64, 8], summed over the half tiles that this warpgroup multiplies.
         """
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
         # Each use of a pipeline stage completes one phase of the stage's barrier, and a waiting
@@ -444,9 +453,10 @@ def _compute_last_scales(plan, eps, num_rows, exchange, scales):
 
 
 def _gather(plan, eps, gemm_index, count, units, exchange, rows_smem, argument_refs):
-    """Store the activations that the work units of a program need in shared memory, for the first
-    `count` rows. A warp handles one row of one work unit at a time, and issues the loads of all
-    partials together.
+    """Compute the activations for a program's work units, and store them in shared memory.
+
+    Only the first `count` rows are computed. A task computes one row for one work unit. A warp runs
+    one or two tasks at a time, and issues all loads of these tasks together.
     """
     gemm = plan.gemms[gemm_index]
     columns_per_lane = gemm.depth // 32

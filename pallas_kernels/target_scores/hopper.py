@@ -28,10 +28,10 @@ from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_CO
 
 # A tile covers `TILE_TOKENS` tokens of the vocabulary.
 TILE_TOKENS = NUM_FACTORS * TILE_COLUMNS
-# The table has one row per token. Shared memory holds it in tiles of 8 rows, so the vocabulary size
-# must be a multiple of `TOKEN_MULTIPLE`.
+# The weight of the output head has one row per token of the vocabulary. Shared memory holds the
+# weight in tiles of 8 rows, so the vocabulary size must be a multiple of `TOKEN_MULTIPLE`.
 TOKEN_MULTIPLE = 8
-NUM_STAGES = 4  # Four pipeline stages fill the shared memory.
+NUM_STAGES = 4  # Shared memory has room for four pipeline stages.
 _LOG2_E = math.log2(math.e)
 
 

@@ -1,13 +1,14 @@
 """Top-k and top-p in Pallas Triton: find the lowest logit that each row keeps, without a sort.
 
-Five launches narrow a search interval [low, high) around the threshold. Let the total of a
-threshold be the number of tokens at or above the threshold if the row has a top-k, else their
-probability. The target is the total that top-k or top-p asks for: the total of `low` reaches the
-target, the total of `high` does not.
+Five launches narrow a search interval [low, high) around the threshold. If the row has a top-k, the
+search counts the tokens at or above a trial threshold. Otherwise the search adds the probabilities
+of these tokens. The count or sum at `low` reaches the target that top-k or top-p sets. The count or
+sum at `high` is below the target.
 
     narrow x 3   grid (chunk, row)
-                 sum the chunk totals of the launch before, update the interval
-                 choose 8 trial thresholds in the interval, store the chunk's total of each trial
+                 add the counts or sums of all chunks from the previous launch
+                 update the interval, and choose 8 trial thresholds in the interval
+                 store the count or sum of the chunk for each trial threshold
     collect      grid (chunk, row)
                  update the interval, pack the chunk's tokens in the interval strip by strip
                  (if the row has a top-k: all tokens at or above low)
@@ -21,8 +22,8 @@ not fit in the strips, for example because most logits are equal. The settle lau
 whole row in each round, which is slower but equally exact. A row without top-k and top-p returns
 immediately.
 
-Totals are float32 sums in an order that depends only on the size of the vocabulary. A row's
-threshold therefore does not depend on the batch. The sums also decrease monotonically as the
+Counts and sums are in float32, added in an order that depends only on the size of the vocabulary. A
+row's threshold therefore does not depend on the batch. The sums also decrease monotonically as the
 threshold rises, which the searches require.
 """
 
@@ -37,8 +38,8 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-# A program of the narrowing and collecting launches reads `CHUNK` tokens: a multiple of
-# `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
+# In every kernel launch except the last one, a program reads the logits of `CHUNK` tokens. `CHUNK`
+# must be a multiple of `LOADS_IN_FLIGHT * TILE` and of `LOADS_IN_FLIGHT * PACKED_TILE`.
 CHUNK = 10240
 LOADS_IN_FLIGHT = 4
 # The search interval contains the lowest logit to keep (the threshold). In the launches that narrow
@@ -91,16 +92,16 @@ class _RowParameters(NamedTuple):
 
 
 class _SearchInterval(NamedTuple):
-    """Lower and upper bound of a row's threshold, as scalars.
+    """Interval of logits that contains a row's threshold, the lowest logit that the row keeps.
 
-    The total of a threshold is the number of tokens at or above the threshold if the row has a
-    top-k, else the probability of these tokens.
+    All attributes are scalars. If the row has no top-k, the search adds token weights: the
+    probability of each token divided by the largest probability.
 
     Attributes:
-        low: A threshold whose total is at least the target.
-        high: A threshold whose total is below the target.
-        target: The total that top-k or top-p requires.
-        above: The total of the threshold `high`.
+        low: Lower bound. Enough tokens are at or above `low` to reach `target`.
+        high: Upper bound. The tokens at or above `high` do not reach `target`.
+        target: Number of tokens that top-k keeps, or sum of weights that top-p requires.
+        above: Number of tokens at or above `high`, or sum of the weights of these tokens.
     """
 
     low: jax.Array
@@ -413,10 +414,11 @@ def _find_threshold(row, interval, measure, above):
 
 
 def _bisect(holds, low, high):
-    """Return the largest float with a key in [low, high) for which `holds(float)` is true.
+    """Return the largest float for which `holds(float)` is true, by bisection.
 
-    The search bisects the keys. `holds` must be true for the key `low`. If `holds` is false for a
-    float, it must be false for all larger floats.
+    `low` and `high` are int32 keys that have the order of the floats (`_order_key`). The result has
+    a key in [low, high). `holds` must be true for the float whose key is `low`. If `holds` is false
+    for a float, `holds` must be false for all larger floats.
     """
 
     def middle(low, high):

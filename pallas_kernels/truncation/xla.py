@@ -90,7 +90,9 @@ def _top_p_threshold(
 
 
 def _exact_sum(weights: Float32[Array, "B V"]) -> Float32[Array, "B"]:
-    """Return each row's sum of weights from 0 to 1, independent of the order of addition.
+    """Return the sum of each row's weights, with bits that do not depend on the order of addition.
+
+    Each weight must be from 0 to 1.
 
     The order in which XLA adds floats depends on the compiler and on the batch size B. With a float
     sum, a token at the threshold of top-p could be kept in one batch and removed in another. This

@@ -29,8 +29,10 @@ class NaiveBuddies:
         self.size, self.taken = size, dict[int, int]()
 
     def ranges(self, length: int) -> list[int]:
-        """Return the first blocks of all ranges of `length` blocks that the allocator may use. A
-        range starts at a multiple of its length within one of the `root_ranges`."""
+        """Return the start indices of all possible ranges of `length` blocks.
+
+        Each range lies within one of the `root_ranges`, and starts at a multiple of `length`.
+        """
         return [
             start
             for root, root_length in self.root_ranges()
@@ -218,7 +220,7 @@ def test_integrity_check_finds_a_block_table_outside_its_reserved_range():
 
 
 def test_contiguous_block_managers_refuse_unsupported_settings_and_requests():
-    with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
+    with pytest.raises(ValueError, match="max_model_len=64 needs 16 contiguous blocks"):
         make_manager("orca_max", 16, 4, 64, prefix_caching=False)
     with pytest.raises(ValueError, match="'orca' is unknown: pass one of fastertransformer"):
         make_manager("orca", 65, 4, 64, prefix_caching=False)

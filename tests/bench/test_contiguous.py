@@ -142,7 +142,7 @@ def test_row_of_the_cache_stops_growing_at_its_limit(tiny: Model):
     assert tokens.shape == (4, 8)
 
 
-def test_decoder_runs_at_most_num_slots_requests_and_clear_drops_them(tiny: Model):
+def test_decoder_with_two_slots_runs_two_requests_at_a_time_and_can_be_cleared(tiny: Model):
     prompts, most = requests(512, 6)
     expected = Decoder(tiny, "slabs", **ONE_STEP).generate(prompts, most)
     few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2, "launch_steps": (1, 4)}

@@ -88,8 +88,8 @@ def test_fit_of_the_device_model_finds_the_slowdown_of_each_block_size():
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
         [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
-    # Timings of attention kernels determine only the slowdowns: they are not among the fitted
-    # points.
+    # The timings of attention kernels give the slowdown of attention at each block size. The fitted
+    # points come from all other timings, which are of whole steps and of swaps.
     assert len(found.points) == len(made_up_rows())
     fitted = replace(model, coefficients=by)
     more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
@@ -150,7 +150,7 @@ def test_device_model_is_fitted_to_result_files_instead_of_shipped_step_times(
         fit.cache_clear()
 
 
-def test_device_model_scales_other_gpus_by_their_peak_rates():
+def test_step_times_of_another_gpu_are_predicted_from_the_ratio_of_peak_rates():
     here, there = device_model("opt-13b"), device_model("opt-13b", "a100-40gb")
     many, long = (32, 1000.0), [2048]
     decode_ratio = there.decode_seconds(*many) / here.decode_seconds(*many)
@@ -180,7 +180,7 @@ def test_opt_model_shapes_have_the_sizes_that_the_paper_states(
     assert model.kv_bytes * slots == pytest.approx(kv_gib * 2**30, rel=0.02)
 
 
-def test_unknown_shape_gpu_or_gpu_count_is_refused():
+def test_device_model_refuses_an_unknown_gpu_or_model_and_zero_gpus():
     with pytest.raises(ValueError, match="shape 'opt' is unknown: pass one of opt-13b"):
         device_model("opt")
     with pytest.raises(ValueError, match="gpu 'a100' is unknown: pass one of h200"):

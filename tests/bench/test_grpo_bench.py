@@ -23,7 +23,9 @@ SIZES = Namespace(
 
 @pytest.mark.full
 @pytest.mark.parametrize("system", ["jpaged", "contiguous"])
-def test_a_step_has_a_duration_for_each_part(monkeypatch: pytest.MonkeyPatch, system: str):
+def test_grpo_benchmark_reports_the_seconds_of_each_part_of_a_training_step(
+    monkeypatch: pytest.MonkeyPatch, system: str
+):
     for shapes in (common.SHAPES, common.ALL_SHAPES):
         monkeypatch.setitem(shapes, "tiny", common.SHAPES["qwen3-0.6b"] | TINY)
     monkeypatch.setattr(grpo, "MAX_ROWS", 8)

@@ -105,7 +105,7 @@ def test_ratios_compare_systems_with_the_same_request_lengths():
     assert [row["to_reach"] for row in found] == [None, 2.7, None]
 
 
-def test_paging_cost_is_relative_to_the_faster_contiguous_batching():
+def test_paging_cost_is_relative_to_the_faster_of_two_contiguous_decoders():
     seconds = {("A", "engine"): [3.3, 3.0], ("A", "static"): [4.0], ("A", "slabs"): [3.0]}
     answers = {("A", "engine"): [[1, 2], [3]], ("A", "slabs"): [[1, 2], [4]], ("A", "static"): []}
     row = paging_cost.row_of("embedded", "A", seconds, answers)

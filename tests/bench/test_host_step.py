@@ -16,7 +16,7 @@ def test_benchmark_times_every_part_of_a_step(sampling: dict[str, Any]):
     assert all(us > 0 for us in found.values())
 
 
-def test_benchmark_times_every_part_of_a_generation_outside_steps():
+def test_benchmark_times_the_parts_of_a_generation_in_which_the_device_is_idle():
     found = measure_ends(num_seqs=4, num_times=2)
     assert tuple(found) == ENDS
     assert all(ms > 0 for ms in found.values())

@@ -49,8 +49,10 @@ def run_figure(number: str, folder: Path) -> dict[str, Any]:
 
 
 def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
-    """Return a dict with the column `ours` of each row. The key of a row consists of its columns
-    `names`."""
+    """Return a dict of the values in the column `ours`, one per row.
+
+    A key is a tuple of the same row's values in the columns that `names` lists.
+    """
     rows = document["rows"]
     found = {tuple(row[name] for name in names): row["ours"] for row in rows}
     assert len(found) == len(rows), f"several rows have the same {names}"
@@ -94,7 +96,7 @@ def test_figure_1_paging_holds_less_memory_per_request(tmp_path: Path):
     assert ours[-1]["ours"] > 4 * ours[0]["ours"], "throughput grows with the batch"
 
 
-def test_figure_2_shares_add_up_to_at_most_the_whole_memory(tmp_path: Path):
+def test_figure_2_memory_shares_add_up_to_at_most_100_percent(tmp_path: Path):
     shares = cells(run_figure("2", tmp_path), "lengths", "system", "share")
     systems = ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "jpaged"]
     names = list(figures_memory.SHARE_LABELS.values())
@@ -141,7 +143,7 @@ def test_figure_12_jpaged_sustains_the_highest_rate(tmp_path: Path):
     for systems in rates(document).values():
         assert list(systems) == list(published.SYSTEMS)
         assert systems["ours"] >= 0.95 * max(systems.values())
-        # In a quick run, the searched rate is only accurate to a factor of 1.5.
+        # With `--quick`, the search finds a sustained rate only to within a factor of 1.5.
         assert systems["fastertransformer"] <= 1.5 * min(systems.values())
         assert systems["orca_max"] <= systems["orca_oracle"]
     assert document["device"] == "simulated NVIDIA H200"
@@ -193,7 +195,7 @@ def test_figure_17_runs_with_and_without_a_prefix_cache(tmp_path: Path):
     assert systems["ours"] > max(systems[name] for name in published.ORCAS)
 
 
-def test_figure_18a_times_two_attention_kernels_or_says_not_measured(
+def test_figure_18a_compares_two_attention_kernels_or_says_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     document = run_figure("18a", tmp_path / "quick")
@@ -270,7 +272,7 @@ def test_rate_search_on_a_device_starts_at_the_simulated_rate(monkeypatch: pytes
     assert len(rates) <= 4 + 3 + 1
 
 
-def test_systems_are_measured_at_their_simulated_sustained_rates(
+def test_each_system_is_measured_at_the_highest_request_rate_that_the_simulation_sustains(
     monkeypatch: pytest.MonkeyPatch,
 ):
     rates = {system: 1.0 + i for i, system in enumerate(published.SYSTEMS)}
@@ -311,7 +313,7 @@ def test_search_raises_if_the_latency_does_not_cross_the_threshold():
         measures.search(lambda rate: 0.5, 1.0, 2.0, 1.25, 0.02)
 
 
-def test_estimated_maximum_error_bounds_the_error_of_a_measured_rate():
+def test_measured_rate_exceeds_the_throughput_by_at_most_the_estimated_percentage():
     threshold, seconds = 0.5, 100.0
 
     # Requests have 10 tokens each, and are served in order of arrival, 5 requests per second.
@@ -345,7 +347,7 @@ def test_ratio_of_a_value_to_a_range_is_1_inside_the_range():
     assert compared((20.0, 26.0), None)["ratio"] is None
 
 
-def test_infinite_and_nan_figures_become_null_in_json(tmp_path: Path):
+def test_infinite_and_nan_numbers_become_null_in_json(tmp_path: Path):
     rows = [{"ours": math.inf, "paper": math.nan}]
     figure = Figure("11", "t", rows, {"case": Case("chat")}, None)
     report.show(figure, out=tmp_path, pictures=True, facts={"how": "simulated"})

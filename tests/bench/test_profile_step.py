@@ -17,7 +17,10 @@ def make_event(name: str, start: float, duration: float, *, pid: int = 1, tid: i
 
 
 def write_trace(folder: Path, *kernels: dict) -> None:
-    """Write a trace file: two devices with the same kernels, XLA operations, and host events."""
+    """Write a trace file in which each of two GPUs runs `kernels`.
+
+    The file also has an event of an XLA operation and an event of the host.
+    """
 
     def named(kind: str, name: str, **place: int) -> dict:
         return {"ph": "M", "name": kind, "args": {"name": name}, **place}
@@ -41,7 +44,7 @@ def write_trace(folder: Path, *kernels: dict) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMATS])
-def test_profile_reports_kernels_and_the_lower_bound_of_a_step_for_each_format(
+def test_profile_reports_kernels_and_the_lower_bound_of_a_step_in_bf16_and_fp8(
     form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     made, recorded = [], []

@@ -49,7 +49,9 @@ def test_figure_without_results_says_not_run_yet(monkeypatch: pytest.MonkeyPatch
         render_benchmarks("no place")
 
 
-def test_benchmark_page_shows_a_recorded_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_benchmark_page_shows_the_recorded_results_of_table_1_of_the_paper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
     cli.main(["--figure", "table1", "--no-pictures", "--seeds", "7", "--out", str(tmp_path)])
     page = render_benchmarks("<!-- figure table1 -->\n<!-- end of figure table1 -->")

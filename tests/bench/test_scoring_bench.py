@@ -7,7 +7,7 @@ from jpaged import Engine
 
 
 @pytest.mark.full
-def test_each_kind_of_run_is_compared_with_the_prefill():
+def test_scoring_benchmark_compares_the_time_of_each_case_with_the_prefill_time():
     engine = Engine(max_model_len=128, max_num_seqs=8)
     rows = {row["case"]: row for row in scoring.measure(engine, "embedded", 1, 3, 40)}
     assert set(rows) == {"prefill", "ranked", "top 5", "top 5, read", "scored", "completions"}

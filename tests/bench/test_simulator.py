@@ -114,7 +114,7 @@ def test_single_request_takes_one_step_per_prompt_chunk_and_token():
 
 
 @pytest.mark.parametrize("system", ["ours", "orca_max"])
-def test_mean_of_held_memory_counts_only_the_time_of_steps(system: str):
+def test_mean_kv_memory_use_ignores_idle_time(system: str):
     trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
@@ -159,7 +159,7 @@ def test_simulation_stops_early_only_above_the_latency_limit():
     assert np.isnan(early.finishes).any()
 
 
-def test_simulator_finds_prefixes_across_requests_and_rounds():
+def test_simulator_reuses_cached_prefixes_of_other_requests_and_of_earlier_chat_turns():
     shared = traces.with_prefix(make_trace(10, 5), 64)
     options: dict[str, Any] = {"num_slots": 4096, **SMALL, "max_model_len": 512}
     apart = simulate(shared, "ours", DEVICE, **options)

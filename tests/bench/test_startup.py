@@ -40,7 +40,7 @@ def test_startup_row_says_whether_the_target_is_reached():
     assert not row("warm", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
 
 
-def test_each_format_and_number_of_gpus_has_a_result_row_and_a_target(tmp_path: Path):
+def test_weight_format_and_number_of_gpus_set_the_target_time_and_engine_options(tmp_path: Path):
     kinds = [Kind("llama-3.1-8b", form, count) for form, count in (("fp8", 1), ("bf16", 2))]
     rows = [row("cold", kind, {"first_token_s": 44.0}) for kind in kinds]
     assert [(it["to_reach"], it["vllm"]) for it in rows] == [(45, None), (60, None)]
@@ -51,7 +51,7 @@ def test_each_format_and_number_of_gpus_has_a_result_row_and_a_target(tmp_path: 
 
 
 @pytest.mark.parametrize("shape", UNRECORDED)
-def test_shapes_listed_as_unrecorded_have_no_autotuning_record(shape: str):
+def test_benchmarks_include_models_without_a_shipped_autotuning_record(shape: str):
     model = make_abstract_model(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
     for path in AUTOTUNING_DIR.iterdir():
         assert not read_record(path).covers(SplitModel.of(model).leaves, {8})

@@ -87,9 +87,8 @@ def test_result_row_has_the_number_of_context_tokens_that_the_timed_steps_read(
     assert row is not None
     steps = seen[step_times.WARM_TURNS :]
     assert len(steps) == 8
-    # The reported number may differ from the mean of the counted numbers by two tokens per
-    # sequence. One token may come from the step in flight, the other from rounding half of the
-    # number of steps.
+    # The estimate `context_tokens` may differ from the observed mean by two tokens per sequence.
+    # The step in flight and rounding may each contribute one token.
     assert abs(row["context_tokens"] - sum(steps) / 8) <= 4 * 2
 
 

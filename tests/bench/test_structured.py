@@ -1,4 +1,4 @@
-"""Test the structured-output benchmark on the embedded model."""
+"""Test the structured-output benchmark on the bundled model."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def test_result_tables_for_masks_and_speeds_have_all_rows(engine: Engine):
     assert cases["unconstrained"]["of_before"] == cases["unconstrained"]["free_of_before"] == 1
 
 
-def test_benchmark_measures_every_part_of_the_hosts_step_time(engine: Engine):
+def test_benchmark_measures_every_part_of_the_host_time_of_a_step(engine: Engine):
     of_masks = {"masks", "start", "thread_tokens", "process_accept", "process_masks"}
     for row in structured.parts(engine, SIZE):
         assert {it for it in of_masks if row[it] > 0} == (

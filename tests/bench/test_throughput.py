@@ -80,7 +80,7 @@ def test_lower_bound_of_the_step_time_is_smaller_with_fp8_weights_and_kv_cache()
     assert cache.weight_bytes == pytest.approx(
         wide.weight_bytes,
         rel=1e-6,
-        # The numbers are not exactly equal, because the scales of the FP8 KV cache are weights too.
+        # The weight bytes differ slightly, because the scales of the FP8 KV cache count as weights.
     )
     # These are the lower bounds of cases C and D, for which FP8 results of vLLM are known.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)

@@ -1,4 +1,4 @@
-"""Test the lengths and arrivals of traces, and the reading of a user's file."""
+"""Test the lengths and arrivals of traces, and the reading of trace files."""
 
 import itertools
 import math
@@ -83,7 +83,7 @@ def test_chat_prompts_end_with_the_latest_tokens_of_the_conversation():
     assert early == pytest.approx(late, rel=0.1)
 
 
-def test_lengths_are_read_from_a_users_file(tmp_path: Path):
+def test_request_lengths_are_read_from_a_trace_file(tmp_path: Path):
     texts = '{"prompt": "Hello, you two", "output": "Good day."}'
     source = traces.from_file(_file(tmp_path, '{"prompt_len": 5, "output_len": 7}', texts, ""))
     drawn = _lengths(traces.poisson(source, 10, 50, 0))
@@ -91,7 +91,7 @@ def test_lengths_are_read_from_a_users_file(tmp_path: Path):
     assert source.means == (4.5, 5.0)
 
 
-def test_long_requests_of_a_users_file_are_clipped(tmp_path: Path):
+def test_long_requests_in_a_trace_file_are_clipped_to_max_model_len(tmp_path: Path):
     source = traces.from_file(_file(tmp_path, '{"prompt_len": 9000, "output_len": 10}'))
     assert set(_lengths(traces.poisson(source, 10, 5, 0))) == {(MAX_MODEL_LEN - 1, 1)}
 

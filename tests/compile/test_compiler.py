@@ -70,8 +70,10 @@ def decode(kind: str, rows: int) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Replace `measure_gemms`, and return a list. Each call appends its pair (part, rows): the part
-    of the model, "layer" or "head", and the number of rows."""
+    """Replace `measure_gemms` with a function that records its calls, and return the list of calls.
+
+    A call is recorded as a pair: the part of the model ("layer" or "head"), and the number of rows.
+    """
     found: list[tuple[str, int]] = []
 
     def record(model: Any, part: str, rows: int, backend: Backend) -> None:
@@ -199,7 +201,7 @@ sys.stdin.read()
 """
 
 
-def test_process_waits_while_another_process_measures(measured: list, tmp_path: Path):
+def test_process_waits_while_another_process_measures_gemms(measured: list, tmp_path: Path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
     autotuning, lowered = compiler(tmp_path), FakeLowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -217,7 +219,7 @@ def test_process_waits_while_another_process_measures(measured: list, tmp_path: 
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_wait_for_another_measuring_process_has_a_time_limit(
+def test_process_measures_gemms_if_another_process_holds_the_lock_too_long(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)

@@ -1,4 +1,4 @@
-"""Test how recorded GEMM measurements are copied to XLA's autotuning cache."""
+"""Test how GEMM measurements that jpaged ships are copied to XLA's autotuning cache."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_gemm_record_name_contains_device_and_versions(
+def test_file_name_of_gemm_measurements_contains_device_and_versions(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert recorded.name.startswith(f"NVIDIA_H2_00_X-{jaxlib.__version__}-")
@@ -54,7 +54,9 @@ def test_gemm_record_name_contains_device_and_versions(
     assert gemm_autotuning.gemm_record_path(DEVICE).name.endswith("-12.9.json")
 
 
-def test_gemm_record_is_copied_to_the_folder_that_xla_reads(cache: Path, recorded: Path):
+def test_shipped_gemm_measurements_are_copied_to_the_folder_that_xla_reads(
+    cache: Path, recorded: Path
+):
     folder = gemm_autotuning.autotuning_folder(cache)
     (folder / "version").mkdir(parents=True)
     (folder / "version" / "two").write_bytes(b"own")
@@ -64,7 +66,9 @@ def test_gemm_record_is_copied_to_the_folder_that_xla_reads(cache: Path, recorde
         assert files == {"version/one": b"\x80fast", "version/two": b"own"}
 
 
-def test_no_measurements_are_copied_without_a_record_or_a_cache(cache: Path, recorded: Path):
+def test_gemm_measurements_are_copied_only_for_their_device_and_to_a_cache_folder(
+    cache: Path, recorded: Path
+):
     another = SimpleNamespace(device_kind="another")
     assert gemm_autotuning.install_gemm_record(another) == EMPTY_RECORD
     assert not cache.exists()
@@ -82,7 +86,9 @@ def test_url_of_a_compilation_cache_is_not_used_as_a_folder(
     assert not (recorded.parent / "gs:").exists()
 
 
-def test_unwritable_cache_folder_gives_an_empty_gemm_record(cache: Path, recorded: Path):
+def test_no_gemm_measurements_are_installed_if_the_cache_folder_is_not_writable(
+    cache: Path, recorded: Path
+):
     cache.write_text("a file")
     assert gemm_autotuning.install_gemm_record(DEVICE) == EMPTY_RECORD
     assert cache.read_text() == "a file"
@@ -109,7 +115,7 @@ def test_unwritable_cache_folder_gives_an_empty_gemm_record(cache: Path, recorde
         ),
     ],
 )
-def test_damaged_gemm_record_gives_a_warning_and_is_not_copied(
+def test_damaged_file_of_gemm_measurements_gives_a_warning_and_is_ignored(
     content: bytes, cache: Path, recorded: Path
 ):
     recorded.write_bytes(content)
@@ -118,7 +124,7 @@ def test_damaged_gemm_record_gives_a_warning_and_is_not_copied(
     assert not cache.exists()
 
 
-def test_shipped_gemm_records_cover_the_published_models():
+def test_shipped_gemm_measurements_include_all_gemms_of_the_published_models():
     records = [read_record(path) for path in gemm_autotuning.AUTOTUNING_DIR.iterdir()]
     assert records
     for record in records:
@@ -129,7 +135,7 @@ def test_shipped_gemm_records_cover_the_published_models():
                 assert record.rows[model] == rows
 
 
-def test_gemm_record_covers_a_model_only_if_it_has_all_gemms_of_the_model():
+def test_measurements_cover_a_model_only_if_every_gemm_of_the_model_was_measured():
     def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -142,7 +148,7 @@ def test_gemm_record_covers_a_model_only_if_it_has_all_gemms_of_the_model():
     assert not EMPTY_RECORD.covers(leaves, {8})
 
 
-def test_failed_copy_of_a_gemm_record_leaves_no_partial_file(
+def test_failed_copy_of_gemm_measurements_leaves_no_partial_file(
     cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("full")))
@@ -150,7 +156,7 @@ def test_failed_copy_of_a_gemm_record_leaves_no_partial_file(
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
-def test_gemm_record_of_a_model_also_applies_with_a_float8_kv_cache():
+def test_gemm_measurements_of_a_model_are_valid_with_and_without_a_float8_kv_cache():
     config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
     narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
     one, other = (

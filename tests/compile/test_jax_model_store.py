@@ -78,8 +78,10 @@ def recipes(
     speculation: SpeculativeConfig | None = None,
     arrays: Any = None,
 ) -> Mapping[Any, Recipe]:
-    """Return a dict from program names to compilation inputs (`Recipe`), for an engine that serves
-    `model` with the parameters `arrays`; None for `params()`."""
+    """Return a dict from an engine's program names to compilation inputs (`Recipe`).
+
+    The engine serves `model` with the parameters `arrays`. If `arrays` is None, use `params()`.
+    """
     plan = plan_jax_model(model, params() if arrays is None else arrays, DEVICE)
     split = SplitModel.of(plan.abstract_model)
     split = replace(split, digests=plan.digests())
@@ -150,7 +152,7 @@ def test_deleted_digests_of_model_functions_are_freed_without_garbage_collection
 
 
 @pytest.mark.full
-def test_program_key_covers_each_number_of_rows_with_which_the_model_is_called(
+def test_program_key_covers_all_input_sizes_with_which_a_program_calls_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ):
     called: list[tuple[str, int]] = []
@@ -286,11 +288,11 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
 
 
 @pytest.mark.full
-def test_pool_stops_tracing_model_programs_after_one_cannot_be_exported(
+def test_worker_pool_stops_tracing_user_functions_after_a_failed_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The thread of the engine's builder then traces the programs that call the user's functions,
-    because two threads must not call these functions at the same time."""
+    """After a failed export, only the thread that builds the engine traces the user's functions.
+    Two threads must not call these functions at the same time."""
     tried = list[Any]()
 
     def refuse(recipe: Recipe, store: Any) -> bool:

@@ -21,9 +21,12 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collector_ignores_objects_made_before_or_during_an_engine_start(enabled: bool):
-    """If the caller has disabled the garbage collector (`enabled` is False), an engine start leaves
-    the collector disabled, and the collector continues to track all objects."""
+def test_engine_start_freezes_all_objects_if_garbage_collection_is_enabled(enabled: bool):
+    """After an engine start, the garbage collector ignores all existing objects (`gc.freeze`).
+
+    If the caller has disabled garbage collection, the start freezes no objects, and garbage
+    collection stays disabled.
+    """
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -57,7 +60,7 @@ def test_garbage_collector_still_tracks_objects_made_during_a_failed_engine_star
 
 def test_engine_start_first_runs_the_garbage_collector():
     node = Node()
-    node.itself = node  # makes a reference cycle, as a failed engine has
+    node.itself = node  # A failed engine also has reference cycles.
     left = weakref.ref(node)
     del node
     with pause_garbage_collection():
@@ -78,7 +81,7 @@ def client_options_after_start(theirs: object) -> object:
 
 
 @pytest.mark.parametrize("theirs", [{"memory_fraction": 0.5}, "memory_fraction:0.5"])
-def test_client_options_of_the_caller_are_kept(theirs: object):
+def test_engine_start_keeps_jax_client_options_that_the_user_has_set(theirs: object):
     assert client_options_after_start(theirs) == theirs
 
 

@@ -127,7 +127,7 @@ def test_programs_that_determine_the_workspace_size_are_compiled_first():
     assert log.index("compiled draft 1") < first_other
 
 
-def test_workspace_size_is_measured_with_the_same_compiler_as_other_programs(tmp_path: Path):
+def test_temporary_memory_of_programs_is_measured_with_the_compiler_of_the_engine(tmp_path: Path):
     log = Log()
 
     class Other(Compiler):
@@ -207,7 +207,7 @@ def test_programs_are_traced_with_the_jax_settings_of_the_creating_thread(
     assert ("HIGHEST" in text) is is_highest
 
 
-def test_thread_settings_apply_the_jax_settings_of_another_thread_and_restore_them():
+def test_jax_settings_of_another_thread_apply_only_during_the_call():
     def read_settings() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device

@@ -31,7 +31,7 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     "backend", [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full)]
 )
-def test_shared_call_gives_the_truncation_mask_of_a_direct_call(backend: Backend):
+def test_function_shared_by_programs_returns_the_result_of_a_direct_call(backend: Backend):
     shared, given = SharedCalls(backend), arguments()
     keep = partial(truncation_mask, backend=backend)
     expected = truncation_mask(**given, backend=backend)
@@ -40,7 +40,7 @@ def test_shared_call_gives_the_truncation_mask_of_a_direct_call(backend: Backend
     assert 0 < expected.sum() < expected.size
 
 
-def test_shared_call_is_lowered_once_per_shape_and_keyword():
+def test_function_shared_by_programs_is_lowered_once_per_shape_and_keyword():
     seen, shared = [], SharedCalls(Backend.XLA)
 
     def scale(x, y, *, by):
@@ -60,7 +60,7 @@ def test_shared_call_is_lowered_once_per_shape_and_keyword():
     assert seen == [((4,), "int32", 2), ((2,), "int32", 2), ((4,), "int8", 2), ((4,), "int32", 5)]
 
 
-def test_shared_call_lowers_to_as_many_kernels_as_a_direct_call():
+def test_sharing_a_lowered_function_between_programs_adds_no_kernels():
     def lowered(call: Callable) -> str:
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), arguments())
         run = partial(call, partial(truncation_mask, backend=Backend.TRITON))

@@ -96,8 +96,8 @@ def test_virtual_devices_share_the_host_memory(
 
 
 def test_kv_dtype_with_fewer_bytes_gives_more_blocks():
-    """The memory account, the size of a block in host memory and the shapes of the arrays depend on
-    the dtype of the pool."""
+    """A block of the float8 KV cache has a quarter of the bytes of a float32 block, on the device
+    and in host memory."""
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
     options: dict[str, Any] = {"preemption_mode": "swap", "swap_space": 0.01}
     wide, _, _ = sizing(2**30, **options).fit(0)
@@ -123,7 +123,7 @@ def test_pool_gets_the_memory_that_other_purposes_leave():
 
 
 @pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
-def test_memory_account_includes_the_logits_of_all_steps_of_a_burst(
+def test_memory_budget_includes_the_logits_of_every_step_of_multi_step_decode(
     max_num_seqs: int, steps: int, rows: int
 ):
     limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
@@ -159,7 +159,7 @@ def test_pool_is_sized_while_the_model_loads(
     assert threading.active_count() == before
 
 
-def test_compile_error_ends_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_engine_start_raises_compile_errors_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
     before = threading.active_count()
     monkeypatch.setattr(Sizing, "workspace", Mock(side_effect=RuntimeError("does not compile")))
     with pytest.raises(RuntimeError, match="does not compile"):

@@ -16,7 +16,9 @@ def test_dialect_gets_the_name_that_mlir_looks_up(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("missing", ["jaxlib.mlir.dialects", "jaxlib.triton.dialect"])
-def test_jaxlib_without_a_module_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, missing: str):
+def test_triton_dialect_is_not_registered_if_jaxlib_lacks_a_dialect_module(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+):
     monkeypatch.delitem(sys.modules, DIALECT, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     register_triton_dialect()

@@ -111,8 +111,10 @@ def start_engine(folder: Path) -> tuple[list[Any], str]:
 
 
 def check_first_start(folder: Path) -> tuple[list[int], int]:
-    """Check that workers compile all programs of a start. Return the generated tokens, and the
-    number of programs in JAX's cache."""
+    """Start an engine, and check that its compile workers compiled all programs of the engine.
+
+    Return the generated tokens, and the number of programs in JAX's cache.
+    """
     (tokens, starts, hits, misses), log = start_engine(folder)
     (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", log)}
     assert (starts, hits) == (1, total)
@@ -133,10 +135,10 @@ def test_second_start_finds_all_programs_and_starts_no_worker(tmp_path: Path):
 def test_worker_with_another_digest_of_the_code_compiles_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The digests differ because only this process has the type checks of the tests.
+    """Only the test process adds type checks to jpaged's functions, so the workers have another
+    digest of the code.
 
-    The test also covers a checkpoint path that is not valid UTF-8, and ASCII as Python's standard
-    encoding.
+    Also, the path of the checkpoint is not valid UTF-8, and the workers write ASCII output.
     """
     folder = tmp_path / "modèle-caf\udce9"
     folder.mkdir()
@@ -146,7 +148,7 @@ def test_worker_with_another_digest_of_the_code_compiles_nothing(
     with start.pool() as pool:
         assert pool.start(start.runtime)
         assert compile_all(pool, start) == names(start.recipes)
-    # A worker reads config.json in the folder before it reports that the digests differ.
+    # Each worker has read the checkpoint's config.json before it reports that its digest differs.
     assert sum("code, settings or device memory" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
@@ -286,7 +288,8 @@ def test_stdout_of_modules_that_a_worker_imports_goes_to_stderr(
 
 
 def test_closed_pool_of_compile_workers_starts_no_worker(start: Start):
-    """The thread that sizes the KV pool may call `start` after the pool is closed."""
+    """Another thread computes the size of the KV pool, and then calls `CompilePool.start`. By then,
+    the pool of compile workers may be closed."""
     with start.pool() as pool:
         pass
     assert not pool.start(start.runtime)
@@ -343,7 +346,7 @@ def make_jobs(start: Start, **options: Any) -> list[CompileJob]:
     )
 
 
-def test_workers_compile_for_the_same_number_of_devices(start: Start):
+def test_worker_jobs_have_the_engines_number_of_tensor_parallel_devices(start: Start):
     assert [job.num_devices for job in make_jobs(start, tensor_parallel_size=2)] == [2, 2]
 
 

@@ -145,7 +145,7 @@ class Driver:
         return plan
 
     def read(self) -> list[EmittedToken]:
-        """Pass the results of the oldest unread step to the scheduler."""
+        """Pass the results of the oldest step in flight to the scheduler."""
         emitted, _, failed = self.scheduler.update(*self.in_flight.popleft())
         self.failed += failed
         for sequence, request, token_id, _ in emitted:
@@ -155,9 +155,11 @@ class Driver:
         return emitted
 
     def postpone_rows(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Read all steps except the newest, then postpone rows of the newest step.
+        """Postpone some decode rows of the newest step: a later step computes the rows' tokens.
 
-        `choose` gets the indices of the rows that may be postponed. Return the rows that it chose.
+        `choose` gets the indices of the rows that may be postponed, and returns the indices of the
+        rows to postpone. Return the result of `choose`. The results of all older steps are read
+        first.
         """
         while len(self.in_flight) > 1:
             self.read()

@@ -35,8 +35,9 @@ class RandomSpeculation(Speculation):
 
 
 class SpeculativeDevice(FakeDevice):
-    """A fake device that proposes, verifies and accepts drafts, and writes no token past the slots
-    that the plan allows a row.
+    """A fake device that proposes, verifies and accepts drafts.
+
+    For each row, the device writes tokens only to slots that the plan has reserved.
 
     Attributes:
         acceptance: Probability that a draft is the token that the model samples.
@@ -91,7 +92,8 @@ class SpeculativeDevice(FakeDevice):
     def _start(self, row: ScheduledSequence) -> int:
         """Return the position of the first token that the row computes.
 
-        While the host has not read all steps, only the device knows how many drafts were accepted.
+        Only the device knows the number of accepted drafts until the host has read the results of
+        all earlier steps.
         """
         if row.start < len(row.sequence.token_ids):
             return row.start
@@ -202,5 +204,5 @@ class SpeculativeDriver(Driver):
         self.scheduler.check_integrity()
         return emitted
 
-    def _may_put_back(self, row: ScheduledSequence) -> bool:
+    def _may_postpone(self, row: ScheduledSequence) -> bool:
         return not self.plans[-1].num_drafts and super()._may_postpone(row)

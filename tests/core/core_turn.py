@@ -9,10 +9,11 @@ from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Check that the request that the scheduler serves first finishes within a maximum number of
-    steps.
+    """Check that the unfinished request with the lowest `sort_key` finishes within a maximum number
+    of steps.
 
-    With the throughput goal, steps that contain only prompts of other requests do not count.
+    The scheduler serves this request first. With `SchedulingGoal.THROUGHPUT`, a step does not count
+    if prompts of other requests use the whole token budget of the step.
     """
 
     def __init__(self, driver: Driver):

@@ -64,7 +64,7 @@ def test_memory_report_counts_slots_after_the_last_token_as_fragmented():
     driver.step()
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 1, 1, 0, 8), 2)
-    driver.scheduler.abort("1")  # the host has not read the step of request 1 yet
+    driver.scheduler.abort("1")  # the host has not read the results of the step yet
     report = memory_report(driver.scheduler)
     assert (slots(report), report.num_waste_slots) == ((6, 0, 2, 0, 8), 2)
     assert block_map(driver.scheduler)[2].request_ids == ("1",)
@@ -106,7 +106,7 @@ def test_block_map_lists_all_requests_that_share_a_block():
     assert memory_report(driver.scheduler).shared_savings == pytest.approx(2 / 6)
 
 
-def test_pinned_blocks_count_as_used_but_save_no_slots_by_sharing():
+def test_pinned_blocks_without_a_request_are_reported_as_used_but_not_as_shared():
     driver = driver_of(make_request("1", 9, max_tokens=1), num_blocks=5, digest="xxh3")
     driver.run()
     manager = driver.scheduler.block_manager

@@ -48,9 +48,9 @@ class WaitingQueue:
 
 
 CHANGES: list[tuple[Callable[[WaitingQueue], None], list[int], int]] = [
-    # A case has a method of `WaitingQueue`, the prompt of the waiting request, and the number of
-    # samples of this request. At first, the request needs one block more than is free. The method
-    # frees a block, or changes the request so that it needs one block less.
+    # Each tuple is a test case: a method of `WaitingQueue`, the prompt of the waiting request, and
+    # the number of samples of the request. Before the test calls the method, the request needs one
+    # block more than is free. After the call, the request fits.
     (WaitingQueue.free_block, PROMPT, 1),
     (WaitingQueue.replace_head, PROMPT, 1),
     (WaitingQueue.end_sample, [1, 2, 3, 4, 5, 6], 2),

@@ -68,7 +68,7 @@ def test_answer_of_maximum_length_needs_no_end_token():
 @pytest.mark.parametrize(
     ("length_penalty", "score"), [(0, -4.0), (1.0, -1.0), (2.0, -0.25), (-1.0, -16.0)]
 )
-def test_score_is_the_sum_of_logprobs_divided_by_length_to_the_length_penalty(
+def test_score_is_sum_of_logprobs_divided_by_length_to_the_power_of_length_penalty(
     length_penalty: float, score: float
 ):
     search = BeamSearch(1, length_penalty=length_penalty)
@@ -86,7 +86,7 @@ def two_answers_and_a_beam(**options) -> tuple[BeamSearch, list[Continuation]]:
     return search, first_step(search, {END: -1.0, 8: -2.0, 5: -3.0, 6: -4.0}, max_tokens=4)
 
 
-def test_beam_search_ends_when_no_beam_beats_its_worst_answer():
+def test_beam_search_ends_when_no_beam_beats_the_worst_complete_answer():
     search, beams = two_answers_and_a_beam()
     assert beams == []
     assert [answer.score for answer in search.hypotheses] == [-1.0, -2.0]
@@ -136,7 +136,7 @@ def test_better_complete_answer_replaces_the_worst_one():
     assert [answer.score for answer in search.hypotheses] == [-1.0, -1.75]
 
 
-def test_beam_search_of_width_1_is_greedy_with_any_early_stopping():
+def test_beam_search_of_width_1_is_greedy_even_if_early_stopping_is_never():
     search = BeamSearch(1, early_stopping="never", end_token_ids=frozenset({END}))
     assert first_step(search, {END: -0.6, 5: -0.8}) == []
     assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]

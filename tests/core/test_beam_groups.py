@@ -51,7 +51,7 @@ def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
     return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
 
 
-def test_beam_search_forks_beams_copies_blocks_and_drops_beams():
+def test_beam_search_forks_and_drops_beams_and_copies_partly_filled_blocks():
     driver = Driver(make_scheduler(block_size=4))
     add_search(driver)
     plan = the(driver.step())
@@ -102,7 +102,7 @@ def test_beam_without_continuation_frees_its_blocks(pruned: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_beam_waits_until_its_step_is_read(lag: int):
+def test_next_step_of_a_beam_search_waits_for_the_results_of_the_previous_step(lag: int):
     driver = Driver(make_scheduler(block_size=4), lag)
     add_search(driver)
     plans = [driver.step() for _ in range(6)]
@@ -140,8 +140,10 @@ def test_beam_search_waits_until_all_beams_were_computed():
 
 
 def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
-    """Return a driver that has preempted request 2 before the host has read a step with the two
-    beams of this request."""
+    """Return a driver that has just preempted request 2, a beam search of width 2.
+
+    The host has not read the results of the last step with request 2 yet.
+    """
     scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
     driver = Driver(scheduler, lag=1)
     driver.add(make_request("1", 2, max_tokens=11))
@@ -158,7 +160,7 @@ def preempted_in_flight(policy: PreemptionPolicy) -> Driver:
     return driver
 
 
-def test_preempted_beams_are_recomputed_only_after_their_step_in_flight_is_read():
+def test_preempted_beams_are_recomputed_only_after_their_last_results_are_read():
     driver = preempted_in_flight(PreemptionPolicy())
     assert driver.plans[-1].released_seq_ids == (11, 10)
     driver.read()
@@ -175,7 +177,7 @@ def test_preempted_beams_are_recomputed_only_after_their_step_in_flight_is_read(
     assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
 
 
-def test_reading_a_step_of_swapped_out_beams_drops_blocks_of_the_swap_entry():
+def test_swap_in_skips_a_block_that_only_a_pruned_beam_used():
     driver = preempted_in_flight(PreemptionPolicy(PreemptionMode.SWAP, 8))
     (swap_out,) = driver.plans[-1].swap_outs
     assert len(swap_out.block_ids) == 5
@@ -189,12 +191,8 @@ def test_reading_a_step_of_swapped_out_beams_drops_blocks_of_the_swap_entry():
     while status(driver, "2") == "swapped":
         plan = driver.step()
     ((_, copies),) = the(plan).swap_ins
-    assert [host_block for host_block, _ in copies] == [
-        0,
-        1,
-        2,
-        3,
-    ]  # not the pruned beam's block
+    # Only the pruned beam used host block 4.
+    assert [host_block for host_block, _ in copies] == [0, 1, 2, 3]
     plan = the(driver.step())
     assert (shape(plan), forks(plan)) == ([(11, 8, 1, True), (12, 8, 1, True)], [])
     assert not plan.is_decode
@@ -203,7 +201,9 @@ def test_reading_a_step_of_swapped_out_beams_drops_blocks_of_the_swap_entry():
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_beam_search_can_be_aborted_while_preempted_with_unread_steps(mode: PreemptionMode):
+def test_preempted_beam_search_can_be_aborted_before_its_last_results_are_read(
+    mode: PreemptionMode,
+):
     driver = preempted_in_flight(PreemptionPolicy(mode, 8))
     driver.scheduler.abort("2")
     driver.scheduler.check_integrity()

@@ -43,7 +43,7 @@ class BlockMachine(RuleBasedStateMachine):
         return Counter(block_id for table in self.tables.values() for block_id in table)
 
     def model_append(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Append tokens one at a time to the model, and return the block copies."""
+        """Imitate `BlockManager.append` one token at a time, and return the block copies."""
         table, copies = self.tables[sequence.seq_id], ()
         for position in range(
             sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
@@ -126,9 +126,10 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_behind=st.integers(0, 4))
     def register(self, data: st.DataObject, num_behind: int):
-        """Register full blocks, without the last `num_behind` computed tokens.
+        """Register the full blocks of a sequence in the prefix cache, without the last
+        `num_behind` tokens of the sequence.
 
-        The scheduler has not read such tokens from the device yet.
+        The host knows fewer tokens than the device while some step results are unread.
         """
         sequence = data.draw(st.sampled_from(self.sequences))
         num_tokens = max(sequence.num_computed_tokens - num_behind, 0)

@@ -40,7 +40,7 @@ def test_append_without_enough_free_blocks_changes_nothing():
     manager.check_integrity([sequence])
 
 
-def test_free_queues_the_last_block_of_a_sequence_first():
+def test_last_block_of_a_freed_sequence_is_reused_before_its_first_block():
     manager, sequence, other = BlockManager(6, 4), make(0), make(1)
     grow(manager, sequence, 12)
     grow(manager, other, 1)
@@ -76,7 +76,7 @@ def test_append_to_a_shared_partly_filled_block_copies_it_on_write():
     manager.check_integrity([parent, child])
 
 
-def test_sequence_with_blocks_cannot_be_assigned_blocks():
+def test_admit_and_fork_refuse_a_sequence_that_already_has_blocks():
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 1)
     with pytest.raises(ValueError, match="already has blocks"):
@@ -106,7 +106,7 @@ def test_check_integrity_finds_a_wrong_reference_count():
         manager.check_integrity([])
 
 
-def test_longer_prefix_is_found_again_after_a_partial_eviction():
+def test_cached_prefix_can_be_extended_after_an_evicted_block_is_computed_again():
     manager, sequence = BlockManager(8, 2, PrefixCache(2)), Sequence(0, [1, 2, 3, 4, 5, 6], 6)
     grow(manager, sequence, 4)
     manager.register_full_blocks(sequence, 4)

@@ -56,7 +56,7 @@ def test_null_block_and_unknown_blocks_cannot_be_freed_or_touched(block_id: int)
         pool.touch([block_id])
 
 
-def test_freeing_a_block_twice_and_touching_an_unqueued_block_raise_errors():
+def test_block_pool_raises_if_a_block_is_freed_twice_or_missing_from_the_free_queue():
     pool = BlockPool(4)
     pool.allocate(1)
     pool.free([1])

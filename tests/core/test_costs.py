@@ -31,8 +31,8 @@ def test_swap_cost_scales_with_blocks_after_one_measurement():
     assert [round(costs.swap_cost(n), 9) for n in (1, 8, 20)] == [0.2, 0.2, 0.5]
 
 
-def test_cost_of_large_swaps_is_extrapolated_to_the_measured_time():
-    """Compare the extrapolated cost with the times of Qwen3-0.6B on an H200."""
+def test_extrapolated_cost_of_a_large_swap_is_close_to_the_measured_time():
+    """Extrapolate from 256 to 1,024 blocks, with swap times of Qwen3-0.6B on an H200."""
     milliseconds = {64: 3.81, 256: 10.16, 1024: 35.58}
     costs = PreemptionCosts(((64, 1.0),), tuple((n, milliseconds[n]) for n in (64, 256)))
     assert math.isclose(costs.swap_cost(1024) / 2, milliseconds[1024], rel_tol=0.01)

@@ -137,7 +137,7 @@ def test_step_with_a_small_token_budget_computes_only_some_samples_of_a_request(
     driver.run()
 
 
-def test_next_step_of_a_request_with_samples_is_planned_before_the_previous_step_is_read():
+def test_next_step_of_two_samples_is_planned_before_the_previous_results_are_read():
     driver = driver_of(make_request("1", 6, max_tokens=3, seq_id=10, n=2), lag=1, block_size=4)
     plans = [driver.step() for _ in range(4)]
     assert [shape(plan) for plan in plans] == [
@@ -208,7 +208,7 @@ def test_forked_samples_wait_for_free_blocks(ended: int | None, expected: list[t
     driver.run()
 
 
-def test_waiting_samples_start_without_a_fork_if_their_parent_sample_ends():
+def test_samples_that_wait_for_blocks_can_start_after_the_first_sample_is_aborted():
     driver = driver_with_waiting_forks()
     driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
     driver.read()

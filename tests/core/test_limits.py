@@ -21,7 +21,7 @@ REFUSALS = [
         make_request("2", 2, beam=BeamSearch(5), seq_id=10),
         "runs 5 sequences, but max_num_seqs=4: lower n, best_of or beam_width",
     ),
-    (  # The three samples share four blocks, and each of them needs two more blocks.
+    (  # The three samples share four blocks. Each sample needs two more blocks.
         make_request("2", 17, max_tokens=8, n=3, seq_id=10),
         r"may need 10 blocks \(17 prompt tokens, max_tokens=8, 3 sequences\), but the pool has 9: "
         "raise num_blocks or lower max_tokens, n or beam_width",
@@ -64,7 +64,7 @@ def test_negative_priority_is_accepted_with_priority_scheduling():
     ],
 )
 @pytest.mark.parametrize("mode", PreemptionMode)
-def test_largest_request_with_several_samples_that_fits_the_pool_finishes(
+def test_request_can_finish_even_if_its_sequences_need_every_block_of_the_pool(
     group: int | BeamSearch,
     prompt: int,
     max_tokens: int,
@@ -110,7 +110,7 @@ def group_request(
 
 def driver_with_pins(num_blocks: int) -> Driver:
     """Return a driver whose block manager has pinned three blocks. These blocks hold a prefix of
-    twelve tokens with the id 0."""
+    twelve tokens, and each token id is 0."""
     request = make_request("1", [0] * 12, max_tokens=1)
     driver = driver_of(request, num_blocks=num_blocks + 1, digest="xxh3")
     driver.run()
@@ -141,7 +141,7 @@ def test_request_with_a_pinned_prefix_needs_fewer_additional_blocks(
     driver.run()
 
 
-def test_swapped_out_sequence_counts_pinned_blocks_of_computed_tokens_only():
+def test_swapped_out_sequence_reuses_pinned_blocks_only_up_to_its_last_computed_token():
     manager = driver_with_pins(7).scheduler.block_manager
     waiting = Sequence(98, [0] * 13, 13)
     assert manager.num_pinned_prefix_blocks(waiting) == 3
@@ -160,7 +160,7 @@ def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
     driver.run()
 
 
-def test_pinned_block_that_only_one_sample_uses_still_counts_as_needed():
+def test_only_pinned_blocks_shared_by_all_samples_reduce_the_blocks_that_a_request_needs():
     # The samples share one block, and each sample needs two more blocks.
     request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)
     driver = driver_of(request, num_blocks=10, digest="xxh3")

@@ -187,7 +187,7 @@ def test_no_request_is_preempted_if_too_few_blocks_would_remain_for_running_requ
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_refused_request_is_checked_again_when_its_cached_prefix_grows(lag: int):
+def test_urgent_request_preempts_as_soon_as_part_of_its_prompt_is_cached(lag: int):
     limits = {"num_blocks": 13, "block_size": 8, "max_num_seqs": 2, "max_model_len": 96}
     driver = make_driver(lag=lag, digest="xxh3", **limits)
     common = [(7 * i) % 11 for i in range(9)]

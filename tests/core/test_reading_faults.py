@@ -1,4 +1,4 @@
-"""Test that an error while the scheduler reads a step ends only one request."""
+"""Test that an error while the scheduler reads step results ends only one request."""
 
 import random
 from collections import Counter
@@ -34,7 +34,7 @@ SITES = [
 
 
 class FaultyDriver(Driver):
-    """A driver that injects faults while it reads a step, and drops some sampled tokens."""
+    """A driver that injects faults while it reads step results, and drops some sampled tokens."""
 
     injector = Injector(Counter())
     num_lost = 0
@@ -81,7 +81,7 @@ class FaultyWork(Work):
         return self.faulty
 
 
-def test_random_faults_while_reading_a_step_end_only_the_affected_requests():
+def test_random_faults_while_reading_step_results_end_only_the_affected_requests():
     happened: Counter[str] = Counter()
     num_lost = 0
     for seed in range(SEEDS):
@@ -168,7 +168,7 @@ def test_blocks_of_a_prompt_are_not_cached_if_no_token_is_sampled():
     driver = driver_of(make_request("1", list(range(9))), lag=1, num_blocks=33, digest="xxh3")
     driver.step()
     driver.in_flight[0][1][:] = NO_TOKEN
-    driver.step()  # the driver launches another step, then reads the step that sampled no token
+    driver.step()  # the driver launches a second step, then reads the results of the first step
     assert len(driver.in_flight) == 1
     driver.add(make_request("2", list(range(9))))
     driver.run()

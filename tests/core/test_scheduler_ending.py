@@ -48,7 +48,7 @@ def test_abort_during_chunked_prefill_frees_the_blocks(lag: int):
     assert driver.streams["1"] == []
 
 
-def test_blocks_are_freed_when_the_last_step_in_flight_is_read():
+def test_ended_request_keeps_its_blocks_until_the_results_of_its_last_step_are_read():
     driver = driver_of(make_request("1", 4, max_tokens=9), lag=2, block_size=4)
     pool = driver.scheduler.block_manager.pool
     driver.step()
@@ -94,7 +94,7 @@ def test_aborted_preempted_request_is_freed_after_its_steps_in_flight():
     assert released_rows(driver) == [2, 1]
 
 
-def test_token_in_flight_can_finish_a_preempted_request():
+def test_preempted_request_finishes_when_the_host_reads_the_last_token():
     requests = make_request("1", 6, max_tokens=5), make_request("2", 1, max_tokens=2)
     driver = driver_of(*requests, lag=3, num_blocks=6, block_size=2, max_num_seqs=2)
     while "2" in driver.scheduler.running or not driver.plans:

@@ -134,7 +134,10 @@ def make(name: str, arrival: tuple, seq_id: int, scored_from: int | None = None)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Add, end, pin and read requests in random order, and check all sampled tokens."""
+    """A state machine that applies random operations to a scheduler and checks all sampled tokens.
+
+    The operations include adding and ending requests, pinning prefixes and reading step results.
+    """
 
     @initialize(
         limits=limits(),

@@ -72,8 +72,8 @@ def test_sequence_postponed_in_one_step_gets_the_same_token_in_a_later_step():
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
     first, second = (driver.requests[name].sequences[0] for name in "12")
-    # The full block of `first` is not in the prefix cache yet, because its postponed row is
-    # computed again.
+    # The decode token of `first` was postponed to the last step, whose results the host has not
+    # read. The full block of `first` is therefore not in the prefix cache yet.
     assert (first.num_registered_blocks, second.num_registered_blocks) == (0, 1)
     assert driver.postpone_rows(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
@@ -81,7 +81,7 @@ def test_sequence_postponed_in_one_step_gets_the_same_token_in_a_later_step():
     assert [len(driver.streams[name]) for name in "12"] == [6, 6]
 
 
-def test_scheduler_can_plan_a_step_before_the_host_reads_the_previous_step():
+def test_scheduler_plans_a_step_before_the_host_reads_the_previous_results():
     driver = driver_of(make_request("1", 3, max_tokens=3), lag=1, block_size=4)
     sequence = driver.requests["1"].sequences[0]
     assert shape(driver.step()) == [(1, 0, 3, True)]
@@ -200,7 +200,8 @@ def test_request_waits_for_blocks_of_a_finished_request_instead_of_preempting():
     driver.add(make_request("2", 2, max_tokens=7))
     for _ in range(3):
         driver.step()
-    # Request 1 has finished, but its blocks are not free until the step in flight is read.
+    # Request 1 has finished, but the step in flight still writes to its blocks. The scheduler frees
+    # these blocks only when the host has read the results of that step.
     assert driver.requests["1"].is_finished
     assert tables(driver) == [[3]]
     assert driver.scheduler.block_manager.num_free_blocks == 0
@@ -228,7 +229,7 @@ def test_preempted_request_recomputes_all_its_tokens():
     assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
 
 
-def test_preempted_request_waits_until_its_token_in_flight_is_read():
+def test_preempted_request_resumes_only_after_the_host_reads_the_last_sampled_token():
     driver = driver_of(*make_requests((7, 3), (1, 6)), lag=2, num_blocks=5, max_num_seqs=2)
     for _ in range(4):
         driver.step()

@@ -58,7 +58,7 @@ def test_reusing_an_unused_cached_block_takes_it_from_the_free_blocks():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_full_blocks_enter_the_prefix_cache_when_the_host_reads_their_step(lag: int):
+def test_full_blocks_enter_the_prefix_cache_when_the_host_reads_the_step_results(lag: int):
     driver = make_driver(lag)
     driver.add(make_request("1", PROMPT, max_tokens=9))
     for _ in range(lag):
@@ -86,13 +86,13 @@ def test_generated_tokens_are_cached_for_the_next_chat_turn(lag: int):
     driver.run()
 
 
-def test_step_in_flight_after_a_stop_caches_blocks_up_to_the_stop_token():
+def test_kv_of_a_stop_token_is_cached_if_the_next_step_was_already_launched():
     driver = make_driver(lag=1)
     driver.add(make_request("1", PROMPT[:7], max_tokens=9, stop_token_ids=frozenset(range(11))))
     driver.run()
     history = driver.requests["1"].sequences[0].token_ids
     assert (len(history), len(driver.plans)) == (8, 2)
-    # The step in flight has computed the KV of the stop token, so block 2 is full.
+    # The second step has computed the KV of the stop token, so block 2 is full.
     assert hits(driver, [*history, 0]) == [1, 2]
 
 
@@ -107,7 +107,7 @@ def test_aborted_prompt_leaves_its_computed_blocks_in_the_cache(lag: int):
     assert hits(driver, [*PROMPT, *PROMPT]) == [1, 2]
 
 
-def test_preempted_request_resumes_after_its_cached_blocks():
+def test_preempted_request_recomputes_only_the_tokens_that_are_not_cached():
     driver = make_driver(num_blocks=6)
     driver.add(make_request("1", [1, 2, 3, 4, 5, 6, 7], max_tokens=8))
     driver.add(make_request("2", [9, 9, 9, 9], max_tokens=8))

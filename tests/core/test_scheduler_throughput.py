@@ -44,7 +44,7 @@ def check_steps(driver: Driver, *expected: dict[int, int]) -> None:
     driver.run()
 
 
-def test_no_sequence_decodes_in_a_step_that_prompts_fill():
+def test_decoding_pauses_while_prompts_use_the_whole_token_budget():
     driver = throughput_driver(6, 6, 6, 6, 6, max_num_seqs=6)
     assert [shape(driver.step()) for _ in range(5)] == [
         [(0, 0, 6, True), (1, 0, 4, False)],
@@ -109,7 +109,7 @@ def test_no_request_overtakes_a_partly_computed_request_with_two_samples():
 
 
 @pytest.mark.parametrize(("scored_from", "second"), [(None, {0: 1, 1: 8, 2: 1}), (1, {1: 8, 2: 2})])
-def test_decoding_pauses_for_equal_prompts_only_if_they_cannot_use_the_cache(
+def test_decoding_pauses_only_for_prompts_that_are_not_in_the_prefix_cache(
     scored_from: int | None, second: dict
 ):
     driver = throughput_driver(digest="xxh3")
@@ -153,5 +153,5 @@ def test_prompts_wait_until_enough_batch_rows_are_free():
 
 
 @pytest.mark.usefixtures("two_free_rows")
-def test_rest_of_a_partly_computed_prompt_fills_a_step():
+def test_partly_computed_prompt_takes_all_tokens_of_the_next_steps():
     check_steps(throughput_driver(3, 3, 27, 9, 9), {0: 3, 1: 3, 2: 4}, {2: 10}, {2: 10})

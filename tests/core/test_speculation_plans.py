@@ -172,9 +172,9 @@ def test_urgent_request_takes_blocks_reserved_for_drafts_before_it_preempts():
 
 
 def test_step_reserves_at_most_as_many_blocks_per_row_as_the_plan_can_send():
-    """Without this maximum, a row would reserve blocks for the drafts of all unread steps.
+    """The plan's array on the device has room for only a few new blocks per row.
 
-    The array that sends a plan to the device has room for only a few new blocks per row.
+    The drafts of several steps in flight may need more blocks.
     """
     scheduler = speculative_scheduler(num_blocks=12, block_size=1, max_model_len=11)
     scheduler.add(make_request("1", 3, max_tokens=8))
@@ -187,7 +187,7 @@ def test_step_reserves_at_most_as_many_blocks_per_row_as_the_plan_can_send():
     assert (plan.limits, updates(plan)) == ((8,), [((4, 5), (5, 6), (6, 7), (7, 8))])
 
 
-def test_request_with_takes_drafts_false_gets_no_drafts():
+def test_scheduler_plans_no_drafts_for_a_request_that_disallows_drafts():
     scheduler = speculative_scheduler()
     plan = decoding(scheduler, max_tokens=20)
     assert plan.num_drafts == 3

@@ -23,7 +23,7 @@ def test_sequence_is_swapped_out_and_in():
     assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_host_blocks) == ([[]], 2)
     driver.step()
     assert driver.requests["1"].is_finished
-    plan = the(driver.step())  # no row computes in the step of the swap-in
+    plan = the(driver.step())  # this step swaps in request 2, and computes no tokens
     assert (shape(plan), plan.num_tokens) == ([], 0)
     assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)
     assert driver.scheduler.swap_space.num_used_host_blocks == 0
@@ -34,7 +34,7 @@ def test_sequence_is_swapped_out_and_in():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_request_is_swapped_in_only_after_the_host_has_read_all_its_steps(lag: int):
+def test_swapped_out_request_is_swapped_in_only_after_all_its_results_are_read(lag: int):
     driver = swapped_out(lag)
     (sequence,) = samples(driver, "2")
     computed = sequence.num_computed_tokens
@@ -93,7 +93,7 @@ def test_swap_entry_of_an_ended_request_is_dropped(sample_by_sample: bool):
     driver.run()
 
 
-def test_swap_entry_of_a_request_that_ends_before_the_next_plan_is_not_created():
+def test_swap_out_is_cancelled_if_the_request_is_aborted_before_the_next_plan():
     scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2, pressure=SWAP)
     driver = Driver(scheduler, lag=2)
     driver.add(make_request("1", 7, max_tokens=3))
@@ -195,7 +195,7 @@ def test_sequence_swapped_out_after_a_cache_reset_is_never_cached():
     assert driver.scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
 
 
-def test_prefix_can_be_pinned_while_a_swapped_sequence_has_unread_tokens():
+def test_prefix_can_be_pinned_before_the_host_reads_tokens_of_a_swapped_out_sequence():
     scheduler = make_scheduler(
         num_blocks=9, max_model_len=28, block_size=4, digest="xxh3", pressure=SWAP
     )
@@ -247,7 +247,7 @@ def test_swap_in_leaves_one_free_block_for_running_requests():
     driver.run()
 
 
-def test_request_is_swapped_out_while_its_samples_common_prefix_is_computed():
+def test_request_is_swapped_out_while_the_common_prefix_of_its_samples_is_computed():
     limits = {"num_blocks": 8, "block_size": 2, "max_num_batched_tokens": 4}
     request = make_request("1", 6, max_tokens=2, seq_id=10, n=2, priority=1)
     driver = driver_of(request, pressure=SWAP, by_priority=True, **limits)

@@ -105,7 +105,8 @@ def test_pool_watch_reports_copy_on_write():
         changes = replica.update()
         kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
         copies |= changes.copies
-    assert (1, 1) in kept  # one block table keeps its first block, and gets another second block
+    # One block table keeps its first block, and a copy replaces its second block.
+    assert (1, 1) in kept
     assert copies == {3: 2}
     replica.check()
 
@@ -169,7 +170,7 @@ def test_pool_watch_reports_a_pinned_block_with_new_content():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_changes_from_pool_watch_agree_with_snapshots_of_random_requests(seed: int):
+def test_pool_state_rebuilt_from_changes_equals_the_pool_while_random_requests_run(seed: int):
     work = Work(seed, Tally())
     replica = Replica(work.driver.scheduler)
     step = work.step
@@ -187,7 +188,7 @@ def test_changes_from_pool_watch_agree_with_snapshots_of_random_requests(seed: i
     replica.check()
 
 
-def test_pool_watch_reports_swap_entries():
+def test_pool_watch_reports_how_many_host_blocks_a_swapped_out_request_holds():
     requests = (make_request(name, 8, max_tokens=12) for name in "12")
     driver = driver_of(*requests, num_blocks=7, pressure=SWAP)
     replica = Replica(driver.scheduler)

@@ -200,7 +200,7 @@ def test_gpu_gives_a_batch_the_same_bits_as_single_requests(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-def test_gpu_gives_a_batch_the_same_bits_as_single_requests_with_experts(
+def test_mixture_of_experts_results_on_a_gpu_have_the_same_bits_alone_and_in_a_batch(
     engines: Engines, tmp_path: Path
 ):
     save_config(tmp_path, WIDE | SPARSE)
@@ -243,7 +243,7 @@ def test_batch_invariant_engine_refuses_quantization(
         ),
     ],
 )
-def test_batch_invariant_engine_refuses_a_gpu_without_the_kernels(
+def test_batch_invariant_engine_refuses_a_gpu_or_model_that_the_gpu_kernels_do_not_support(
     tmp_path: Path, values: dict[str, Any], kind: str, dtype: str, message: str | None
 ):
     save_config(tmp_path, WIDE | values)

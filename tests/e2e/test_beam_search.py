@@ -203,7 +203,7 @@ def test_beam_search_ends_at_max_model_len(engines: Engines, folders: Any):
     assert [len(o.token_ids) for o in output.outputs] == [4, 4]
 
 
-def test_beam_search_of_the_embedded_model_ranks_the_right_answer_first(engines: Engines):
+def test_beam_search_with_the_bundled_model_ranks_the_right_answer_first(engines: Engines):
     engine = engines()
     (output,) = engine.beam_search(QUESTION, beam_width=4, max_tokens=40)
     best = output.outputs[0]
@@ -254,7 +254,7 @@ def test_step_returns_a_beam_search_only_at_its_end(engines: Engines):
     ],
     ids=str,
 )
-def test_invalid_beam_search_option_is_refused_by_name(
+def test_error_names_the_invalid_beam_search_option(
     engines: Engines, options: dict[str, Any], message: str
 ):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):

@@ -1,5 +1,5 @@
-"""Test bursts: a burst is one program that runs several decode steps. New requests start between
-bursts."""
+"""Test multi-step decode: one program runs several decode steps. New requests start between such
+programs."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -77,8 +77,8 @@ SMALL_POOL: dict[str, Any] = {
 def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     engines: Engines, shallow_folder: Path, mode: str
 ):
-    """The requests have several priorities, and the pool is small. The test also checks that no
-    burst contains a step that copies or swaps blocks."""
+    """The requests have several priorities, and the block pool is small. The test also checks that
+    a multi-step decode neither copies nor swaps KV blocks."""
     bursts = engines(shallow_folder, preemption_mode=mode, **SMALL_POOL)
     kinds = [params(i) for i in range(len(PROMPTS))]
     want = answers_in_single_steps(engines, shallow_folder, PROMPTS, kinds)
@@ -190,8 +190,8 @@ def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
 
 
 def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
-    """Return one tuple per burst: the batch size of the program, then the number of sequences in
-    each step."""
+    """Return one tuple per multi-step decode: the batch size of the compiled program, then the
+    number of sequences in each decode step."""
     return [
         (size, *(len(plan.scheduled) for plan in launch.plans))
         for launch in steps.launches
@@ -200,11 +200,11 @@ def burst_shapes(steps: StepRecorder) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_generate_decodes_more_sequences_in_one_multi_step_decode_than_step(
+def test_only_generate_uses_multi_step_decode_for_large_batches(
     engines: Engines, shallow_folder: Path, many: StepRecorder
 ):
-    """`step` must end soon, because a new request may arrive before the next call. `generate` may
-    decode more sequences in one multi-step decode."""
+    """`Engine.step` decodes a large batch one step at a time, so that new requests can start soon.
+    `Engine.generate` knows all requests from the start."""
     engine = engines(shallow_folder, **MANY)
     prompts = [*PROMPTS, *PROMPTS]
     kinds = [
@@ -262,7 +262,9 @@ def test_waiting_request_prevents_multi_step_decode(engine: Engine, launched: li
     assert launched.index(BURST) < 9
 
 
-def test_new_request_starts_with_the_next_launch_of_a_program(engine: Engine, launched: list[int]):
+def test_new_request_starts_right_after_the_current_multi_step_decode(
+    engine: Engine, launched: list[int]
+):
     engine.add_request(PROMPT, GREEDY_30)
     take_steps(engine, 4)
     assert launched[-1] == BURST

@@ -32,8 +32,8 @@ LENGTH = 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrate FP8 scales for the embedded model on a text, and save the model with these
-    scales."""
+    """Calibrate the FP8 scales of keys and values on `TEXT`, for the model that ships with jpaged.
+    Return the folder with the model and the scales."""
     folder = tmp_path_factory.mktemp("calibrated")
     calibrate(EMBEDDED_MODEL, TEXT, folder, length=LENGTH)
     return folder
@@ -75,7 +75,7 @@ def test_calibrated_scale_of_a_layer_of_zeros_is_1_and_infinite_values_are_refus
 
 
 @pytest.mark.full
-def test_error_of_logprobs_with_calibrated_scales_is_at_most_that_with_scale_1(
+def test_calibrated_fp8_scales_are_at_least_as_accurate_as_scales_of_1(
     engines: Engines, folder: Path
 ):
     options: dict[str, Any] = {"enable_prefix_caching": False}

@@ -1,4 +1,4 @@
-"""Test the public methods of `Engine` with the embedded model."""
+"""Test the public methods of `Engine` with the model that ships with jpaged."""
 
 import gc
 import signal
@@ -340,7 +340,7 @@ def interrupting(
     return wrapper
 
 
-def test_ctrl_c_while_reading_a_step_keeps_other_requests(
+def test_requests_from_add_request_survive_ctrl_c_during_generate(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     other = engine.add_request(QUESTION, GREEDY)
@@ -482,7 +482,7 @@ def test_failed_step_fails_the_engine_and_frees_its_pool(
             call()
     engine.abort_all()
     del engine, call
-    gc.collect()  # frees the tracebacks of the errors, which refer to engines
+    gc.collect()  # free the tracebacks, which hold references to the engine
     assert count_pools() == num_pools
 
 

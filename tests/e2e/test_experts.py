@@ -48,7 +48,7 @@ OPTIONS: dict[str, Any] = {
 
 TIGHT: dict[str, Any] = {"num_blocks": 21, "preemption_mode": "swap", "swap_space": 0.001}
 TIGHT |= {"speculative_config": NGRAM}
-"""Options of an engine with a small pool, which swaps and verifies drafts."""
+"""Options of an engine with a small KV cache, which swaps blocks and verifies drafts."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.full
-def test_small_pool_changes_no_answer(engines: Engines, saved: tuple[Path, Logits]):
+def test_small_kv_cache_changes_no_answer(engines: Engines, saved: tuple[Path, Logits]):
     prompts, params = make_workload(KINDS, 6, VOCAB_SIZE, max_tokens=16, ignore_eos=True)
     roomy = engines(saved[0], num_blocks=400, enable_prefix_caching=False, **OPTIONS)
     tight = engines(saved[0], **TIGHT, **OPTIONS)

@@ -80,7 +80,7 @@ def test_engine_with_fp8_experts_generates_and_counts_their_parameters(
     assert engine.memory_account.weights == narrow + 4 * (scales + wide)
 
 
-def test_error_for_devices_that_would_split_a_scale_block_suggests_expert_parallelism(
+def test_error_suggests_expert_parallelism_if_fp8_scale_blocks_cannot_be_sharded(
     engines: Engines, tmp_path: Path
 ):
     made.write_checkpoint(tmp_path, "block", moe_intermediate_size=128)

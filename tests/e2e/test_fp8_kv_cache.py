@@ -39,7 +39,7 @@ def workload(count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_embedded_model_answers_correctly_with_an_fp8_kv_cache(engines: Engines, loop: str):
+def test_bundled_model_answers_correctly_with_an_fp8_kv_cache(engines: Engines, loop: str):
     assert generate_text(engines(**FP8, **LOOPS[loop])) == ANSWER
 
 

@@ -143,8 +143,8 @@ def fused_params() -> dict[str, Any]:
 
 
 def dense_model(model: JaxModel) -> JaxModel:
-    """Return the model with plain JAX operations. The returned model's function `logits` has no
-    parameter `step`, as `greedy_tokens` requires."""
+    """Return `model` with plain JAX operations instead of the fused operations. The function
+    `logits` of the returned model has no parameter `step`, because `greedy_tokens` passes none."""
     forward, logits = model.forward, model.logits
     return replace(
         model,
@@ -180,7 +180,7 @@ def test_fused_operations_compute_what_plain_jax_computes(loop: str, options: di
 
 
 @pytest.mark.full
-def test_fused_example_answers_like_the_plain_example(shallow_folder: Path):
+def test_fused_jax_llama_generates_the_same_tokens_as_plain_jax_llama(shallow_folder: Path):
     prompt = [*range(3, 40)]
     answers, scores = [], []
     for example in (plain_jax_llama, fused_jax_llama):
@@ -191,7 +191,7 @@ def test_fused_example_answers_like_the_plain_example(shallow_folder: Path):
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-def test_result_of_a_fused_gemm_can_be_used_as_an_array_and_get_a_bias():
+def test_partial_products_of_project_sum_to_the_matrix_product():
     ops, x = ModelOps(Backend.XLA), jnp.arange(12.0).reshape(2, 6)
     weight = jnp.arange(24.0).reshape(6, 4)
     product = ops.project(x, weight)
@@ -201,7 +201,7 @@ def test_result_of_a_fused_gemm_can_be_used_as_an_array_and_get_a_bias():
 
 
 def changed(change: Callable[[Any], Any]) -> JaxModel:
-    """Return a model that makes one more call of an operation before it computes the layers."""
+    """Return the fused model with a `forward` that calls `change(step)` before the layers."""
 
     def forward(params: Any, tokens: Any, positions: Any, step: Any) -> Any:
         change(step)
@@ -279,7 +279,7 @@ def test_wrong_call_of_a_fused_operation_is_refused(name: str):
         ({"angles": None, "norms": (HEAD, HEAD, None)}, "layer 0: eps=None: pass a positive numb"),
     ],
 )
-def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str):
+def test_error_names_the_invalid_argument(options: dict[str, Any], message: str):
     # Call the function without its beartype decorator, which would reject the arguments before the
     # checks of the function run.
     unchecked = inspect.unwrap(TracedStep.rope_attend)
@@ -330,13 +330,13 @@ SUMS: dict[str, tuple[JaxModel, str]] = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_batch_invariant_engine_refuses_models_that_sum_with_plain_jax_operations(name: str):
+def test_batch_invariant_engine_refuses_models_with_plain_jax_reductions(name: str):
     model, message = SUMS[name]
     with pytest.raises(ValueError, match=message):
         make_engine(model, fused_params(), batch_invariant=True)
 
 
-def test_batch_invariant_engine_accepts_fused_operations_and_sums_of_integers():
+def test_batch_invariant_engine_accepts_models_that_sum_integers_in_plain_jax():
     model = changed(lambda step: jnp.cumsum(jnp.arange(8)).sum())
     device = jax.local_devices()[0]
     with user_settings():

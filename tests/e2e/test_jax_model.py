@@ -73,8 +73,7 @@ def dense_logits(
 
 
 def dense_logprobs(tokens: list[int], params: Any, kv_dtype: Any = None) -> np.ndarray:
-    """Compute the log-probability of each token except the first with the tiny model, without a KV
-    cache."""
+    """Compute the log-probabilities of `tokens[1:]` with the tiny model, without a KV cache."""
     with user_settings():
         logits = dense_logits(TINY, params, jnp.asarray(tokens, jnp.int32), kv_dtype)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[:-1]
@@ -302,7 +301,7 @@ def test_example_model_gives_the_same_answers_as_the_built_in_qwen3(
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop", LOOPS)
-def test_example_jax_model_gives_the_same_answer_as_the_embedded_model(loop: str):
+def test_example_jax_model_with_bundled_weights_answers_like_the_built_in_qwen3(loop: str):
     model, params = load(EMBEDDED_MODEL)
     engine = make_engine(model, params, tokenizer=EMBEDDED_MODEL, **LOOPS[loop])
     answer = generate_text(engine, SamplingParams(temperature=0.0, max_tokens=64))
@@ -329,7 +328,7 @@ def test_engine_uses_the_arrays_of_a_one_device_mesh_without_a_copy(expected: li
     params = jax.device_put(jax.tree.map(jnp.copy, tiny_params()), sharding)
     engine = make_engine(params=params)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    params["embed"].delete()  # has the same effect as donating the array to a jitted function
+    params["embed"].delete()  # donating an array to a jitted function also deletes the array
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         engine.generate(PROMPTS, GREEDY)
 
@@ -442,7 +441,7 @@ def test_donated_weights_are_replaced_before_the_next_request(expected: list[lis
     engine = make_engine(params=params)
     engine.generate(PROMPTS[:1], GREEDY)
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # has the same effect as donating the array to a jitted function
+        leaf.delete()  # donating an array to a jitted function also deletes the array
     engine.update_weights(tiny_params())
     assert tokens(engine.generate(PROMPTS[:1], GREEDY)) == expected[:1]
 

@@ -74,7 +74,8 @@ def weights(seed: int = 0) -> dict[str, jax.Array]:
     found |= {"model.embed_tokens.weight": (VOCAB_SIZE, WIDTH), "model.norm.weight": (WIDTH,)}
     random = {name: rng.normal(size=shape) / 4 for name, shape in found.items()}
     random = {name: it + (it.ndim == 1) for name, it in random.items()}
-    random["model.embed_tokens.weight"] *= 4  # answers then repeat tokens, so drafts are accepted
+    # With large embeddings, answers repeat tokens, so that the model accepts n-gram drafts.
+    random["model.embed_tokens.weight"] *= 4
     return {name: jnp.asarray(it, jnp.float32) for name, it in random.items()}
 
 
@@ -128,8 +129,10 @@ def sharded_example(
 
 @pytest.fixture(scope="module")
 def expected() -> Callable[[int], list[list[int]]]:
-    """Return a function that returns the tokens of the plain model on one device, without a KV
-    cache, for the weights of a seed."""
+    """Return a function that maps the seed of the weights to the expected tokens.
+
+    A model on one device, without a KV cache, computes the expected tokens.
+    """
     model = plain_jax_llama.make_model(CONFIG)
     return cache(lambda seed: [greedy_tokens(model, weights(seed), it) for it in PROMPTS])
 
@@ -221,7 +224,7 @@ def test_each_supported_split_of_a_weight_gives_the_same_tokens(placed: str):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("optimized_programs")
-def test_batch_invariant_rows_have_the_same_bits_on_two_devices():
+def test_two_devices_compute_the_same_logprobs_for_a_prompt_alone_and_in_a_batch():
     model, params = sharded_example("fused", make_mesh(2), dtype=jnp.bfloat16)
     engine = make_engine(model, params, batch_invariant=True, enable_prefix_caching=False)
     scored = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
@@ -282,11 +285,12 @@ def test_engine_sleeps_and_checks_new_weights_in_the_context_of_a_mesh(count: in
 # Refusals
 
 
-def place_one(leaf: Callable[[jax.Array, Mesh], jax.Array]) -> Any:
-    """Return parameters on two devices, of which `leaf` places the embedding."""
+def place_params(place_embedding: Callable[[jax.Array, Mesh], jax.Array]) -> Any:
+    """Return parameters that are replicated on two devices, except the embedding. The function
+    `place_embedding` places the embedding."""
     mesh = make_mesh(2)
     params = shard(tiny_params(), mesh, lambda _: None)
-    return {**params, "embed": leaf(tiny_params()["embed"], mesh)}
+    return {**params, "embed": place_embedding(tiny_params()["embed"], mesh)}
 
 
 def on_two_axes(leaf: jax.Array, _: Mesh) -> jax.Array:
@@ -302,7 +306,7 @@ def reversed_mesh(leaf: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def unreduced(leaf: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return an array of which each device has a summand."""
+    """Return an unreduced array: each device holds a partial sum that is not yet all-reduced."""
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
     rows = jax.device_put(leaf, NamedSharding(explicit, PartitionSpec("model")))
     summands = NamedSharding(explicit, PartitionSpec(unreduced=frozenset({"model"})))
@@ -319,7 +323,7 @@ PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
         lambda leaf, _: jax.device_put(leaf, jax.local_devices()[0]),
         r"params\['embed'\] is on 1 device with .* a mesh of 2 devices \(data=1, model=2\): pass",
     ),
-    "other order of devices": (reversed_mesh, "such a mesh with other devices, or with another"),
+    "other order of devices": (reversed_mesh, "a mesh with other devices or another device order"),
     "host memory": (
         lambda leaf, mesh: jax.device_put(
             leaf, NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
@@ -332,9 +336,9 @@ PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_parameter_that_is_not_on_the_mesh_is_refused(name: str):
-    leaf, message = PARAMS[name]
+    place_embedding, message = PARAMS[name]
     with pytest.raises((TypeError, ValueError), match=message):
-        make_engine(params=place_one(leaf))
+        make_engine(params=place_params(place_embedding))
 
 
 def test_sharding_without_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -378,7 +382,8 @@ def test_option_that_does_not_fit_the_devices_is_refused(options: dict[str, Any]
 
 
 def jitted_logits(params: Any, hidden: Any, step: Any) -> Any:
-    """Pass the table through `jax.jit`, which replaces it by another traced array."""
+    """Compute logits inside `jax.jit`. Operations of `step` then receive a new tracer instead of
+    the parameter "embed"."""
     return jax.jit(step.project_vocabulary)(hidden, params["embed"])
 
 
@@ -386,12 +391,12 @@ OPERATIONS: dict[str, tuple[Any, Callable[[str], int | None], str]] = {
     "computed weight": (
         changed(lambda step: step.project(ROWS, ROWS.T)),
         lambda _: None,
-        "project: weight is computed by the function, .* pass an array of params itself",
+        "project: weight is computed by the function, .* Pass an unchanged array of params",
     ),
     "weight of a jitted function": (
         replace(FUSED, logits=jitted_logits),
         lambda _: None,
-        "project_vocabulary: table is computed by the function, .* not through jax.jit, jax.check",
+        "project_vocabulary: table is computed by the function, .* through jax.jit, jax.checkpoint",
     ),
     "gate and up": (
         FUSED,

@@ -49,40 +49,43 @@ def params(index: int, fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8, "seed": index, "logprobs": NUM_TOP, **fields})
 
 
-def adjust(row: np.ndarray, own: SamplingParams, prompt: list[int], output: list[int]) -> None:
+def adjust(row: np.ndarray, sampling: SamplingParams, prompt: list[int], output: list[int]) -> None:
     """Apply biases, forbidden tokens and penalties to a row of logits, in place."""
-    for token, bias in (own.logit_bias or {}).items():
+    for token, bias in (sampling.logit_bias or {}).items():
         row[token] += bias
-    if own.allowed_token_ids is not None:
-        row[[i for i in range(len(row)) if i not in own.allowed_token_ids]] = -np.inf
-    if len(output) < own.min_tokens:
-        row[[256, 258]] = -np.inf  # the end tokens of the embedded model
+    if sampling.allowed_token_ids is not None:
+        row[[i for i in range(len(row)) if i not in sampling.allowed_token_ids]] = -np.inf
+    if len(output) < sampling.min_tokens:
+        row[[256, 258]] = -np.inf  # the model's end-of-sequence tokens
     for token in {*prompt, *output}:
-        row[token] *= own.repetition_penalty if row[token] <= 0 else 1 / own.repetition_penalty
+        row[token] *= (
+            sampling.repetition_penalty if row[token] <= 0 else 1 / sampling.repetition_penalty
+        )
     for token in set(output):
-        row[token] -= own.presence_penalty + own.frequency_penalty * output.count(token)
+        row[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
 
 
 def expected_row(
-    row: np.ndarray, own: SamplingParams, prompt: list[int], output: list[int], mode: str
+    row: np.ndarray, sampling: SamplingParams, prompt: list[int], output: list[int], mode: str
 ) -> tuple[np.ndarray, float]:
-    """Compute the logits that a `logprobs_mode` reports or normalizes, and the probability mass
-    that truncation keeps.
+    """Return the row of logits for a `logprobs_mode`, and the probability mass of the tokens that
+    top-k, top-p and min-p keep. The "logits" modes report this row, the "logprobs" modes its
+    log-softmax.
 
     Args:
         row: Logits of the model, after the mask of a grammar.
-        own: Sampling parameters of the request.
+        sampling: Sampling parameters of the request.
         prompt: Tokens of the prompt.
         output: Tokens of the answer so far.
         mode: The `logprobs_mode`.
     """
     processed, mass = row.astype(np.float64), 1.0
-    adjust(processed, own, prompt, output)
-    if own.temperature:
-        limits = {"min_p": own.min_p, "top_k": own.top_k, "top_p": own.top_p}
+    adjust(processed, sampling, prompt, output)
+    if sampling.temperature:
+        limits = {"min_p": sampling.min_p, "top_k": sampling.top_k, "top_p": sampling.top_p}
         columns: dict[str, Any] = {name: [value] for name, value in limits.items()}
-        (kept,) = truncation_mask(processed[None], temperature=[own.temperature], **columns)
-        processed /= own.temperature
+        (kept,) = truncation_mask(processed[None], temperature=[sampling.temperature], **columns)
+        processed /= sampling.temperature
         weights = np.exp(processed - processed.max())
         mass = float(weights[kept].sum() / weights.sum())
         processed[~kept] = -np.inf

@@ -36,7 +36,7 @@ def test_samples_share_and_free_their_prompt_blocks(engines: Engines):
     assert states.count(BlockState.USED) == report.num_token_slots == 0
 
 
-def test_worst_case_benchmark_runs_and_refuses_an_empty_batch(
+def test_worst_case_memory_benchmark_runs_and_rejects_empty_prompts(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worst_case, "AS_VLLM", {"max_num_seqs": 6, "max_model_len": 40})

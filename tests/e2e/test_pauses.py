@@ -31,7 +31,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 class RecordingStep(DenseStep):
-    """Attention that keeps the keys and values of each layer."""
+    """Model step without a KV cache that records the keys and values of each layer in `found`."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,11 @@ class RecordingStep(DenseStep):
 
 
 class MixedStep(DenseStep):
-    """Attention that uses stored keys and values for the tokens that `is_stored` marks."""
+    """Model step without a KV cache that mixes stored and new keys and values.
+
+    Tokens that `is_stored` marks use the stored keys and values. Other tokens use new keys and
+    values.
+    """
 
     def __init__(self, stored: dict[int, Any], is_stored: jax.Array):
         super().__init__()
@@ -92,7 +96,7 @@ def pause_after(engine: Engine, num_steps: int, **options: Any) -> dict[str, lis
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_kept_request_continues_with_keys_of_the_old_weights_and_new_weights(loop: str):
+def test_paused_request_continues_with_new_weights_and_its_old_kv_cache(loop: str):
     engine = make_engine(**LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     old = pause_after(engine, 4)["kept"]
@@ -103,8 +107,8 @@ def test_kept_request_continues_with_keys_of_the_old_weights_and_new_weights(loo
     outputs = {name: it.outputs[0] for name, it in run(engine).items()}
     assert outputs["kept"].token_ids == continued(PROMPTS[0], old)
     assert outputs["kept"].weight_versions == ((0, 0), (5, len(old)))
-    # Both prompts begin with the same tokens. The new request must not use the blocks of the kept
-    # request, because the old weights have computed their keys.
+    # Both prompts begin with the same tokens. The old weights computed the cached KV blocks of
+    # these tokens, so the new request must not reuse the blocks.
     assert outputs["new"].token_ids == greedy_tokens(TINY, NEW, PROMPTS[1])
     assert outputs["new"].weight_versions == ((5, 0),)
     assert engine.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == greedy_tokens(
@@ -137,7 +141,7 @@ def test_recomputed_requests_use_only_new_weights(mode: str):
 
 
 @pytest.mark.full
-def test_swapped_request_keeps_its_blocks():
+def test_swapped_out_request_resumes_with_its_old_kv_after_a_weight_update():
     swap = {"preemption_mode": "swap", "swap_space": 0.001, "scheduling_policy": "priority"}
     engine = make_engine(num_blocks=9, **swap)
     for i in range(3):
@@ -147,8 +151,8 @@ def test_swapped_request_keeps_its_blocks():
         old |= {it.request_id: list(it.outputs[0].token_ids) for it in engine.step()}
     old |= pause_after(engine, 0)
     engine.update_weights(NEW)
-    # The request "new" has the same prompt as the swapped requests. When it ends, its blocks stay
-    # in the prefix cache.
+    # The request "new" has the same prompt as the swapped-out requests. When "new" ends, the prefix
+    # cache keeps the KV blocks of "new". The swapped-out requests must not use these blocks.
     engine.add_request(PROMPTS[0], GREEDY, request_id="new", priority=-1)
     engine.resume()
     outputs = {name: it.outputs[0].token_ids for name, it in run(engine).items()}
@@ -159,7 +163,7 @@ def test_swapped_request_keeps_its_blocks():
     engine.check_integrity()
 
 
-def test_paused_engine_refuses_to_wait_for_answers():
+def test_generate_stream_and_pin_prefix_raise_an_error_while_the_engine_is_paused():
     engine = make_engine()
     engine.pause("wait")
     assert engine.is_paused
@@ -232,7 +236,7 @@ def test_every_output_names_the_weight_versions_of_its_tokens():
     engine.add_request(PROMPTS[1], samples, request_id="samples")
     num_tokens = len(pause_after(engine, 3)["samples"])
     engine.update_weights(NEW)
-    # This update follows before any token is computed with version 1.
+    # Update the weights again before any token is computed with version 1.
     engine.update_weights(tiny_params(), version=9)
     engine.resume()
     outputs = run(engine)
@@ -296,12 +300,12 @@ def test_error_while_weights_are_written_ends_the_engine(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("loop", MOSTLY_OVERLAPPED)
-def test_requests_continue_after_their_weights_were_donated_and_updated(loop: str):
+def test_requests_resume_after_new_weights_replace_donated_weights(loop: str):
     params = jax.tree.map(jnp.copy, tiny_params())
     engine = make_engine(params=params, **LOOPS[loop])
     engine.add_request(PROMPTS[0], GREEDY, request_id="kept")
     outputs = [output for _ in range(4) for output in engine.step()]
-    params["out"].delete()  # has the same effect as donating the array to a jitted function
+    params["out"].delete()  # donating an array to a jitted function also deletes the array
     with pytest.raises(
         RuntimeError, match=r"params\['out'\] was deleted or donated .* call update"
     ):

@@ -234,7 +234,7 @@ def test_evicted_prefix_is_computed_again_before_it_is_pinned(
     engine = engines(shallow_folder, num_blocks=5, max_model_len=64)
     engine.reset_prefix_cache()
     room = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    for token in (7, 8):  # both requests need a second block in the step after the pin
+    for token in (7, 8):  # both requests need a second block while `pin_prefix` runs
         engine.add_request([token] * (BLOCK_SIZE - 1), room)
     engine.step()
     before = engine.stats()

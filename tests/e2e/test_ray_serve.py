@@ -27,8 +27,8 @@ NUM_TOKENS = 48
 KEY = {"Authorization": "Bearer secret"}
 BLOCK_SIZE = 16
 GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
-"""Prefixes that several prompts share. They are longer than the chunks of 64 bytes that the router
-compares."""
+"""Prefixes that several prompts share. Each prefix is longer than the chunks of 64 bytes that the
+router compares."""
 
 
 class Replicas:
@@ -180,7 +180,7 @@ def check_common_prefixes_share_a_replica(
     assert {it.replica for it in first} == replicas.serving()
     assert [it.num_cached for it in first] == [0] * 4
     for group, it in zip(GROUPS, second, strict=True):
-        # Each character is at least one token, so the group has at least len(group) tokens.
+        # The model's tokenizer encodes each ASCII character as one token.
         assert it.num_cached >= len(group) // BLOCK_SIZE * BLOCK_SIZE > 100, it
     return {group: it.replica for group, it in zip(GROUPS, first, strict=True)}
 

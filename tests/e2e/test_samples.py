@@ -14,8 +14,10 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from tests.covering import covering
 
 PROMPT = "Count from 3 to 7"
-STORY = list(range(20, 120))  # 100 tokens: six full blocks of 16, and 4 tokens in the next
-# At a low temperature all samples would be equal, because one token is far more likely than others.
+# 100 tokens fill six blocks of 16 tokens. A seventh block holds the last 4 tokens.
+STORY = list(range(20, 120))
+# At a low temperature, all samples would be equal, because one token is far more likely than the
+# others at each position.
 WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)
 
 
@@ -214,7 +216,7 @@ def test_samples_compute_their_prompt_once_and_share_its_blocks(engines: Engines
     with engine.record_steps(count):
         engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
     after = engine.stats()
-    # Each of the four samples computes the last token of the prompt itself.
+    # The last prompt token is computed once per sample, and all other prompt tokens only once.
     assert sum(computed) == len(STORY) - 1 + 4
     # Each sample writes tokens 97 to 119, in two blocks that no other sample uses.
     assert max(used) == 6 + 4 * 2

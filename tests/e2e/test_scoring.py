@@ -17,8 +17,8 @@ Pairs = list[tuple[list[int], list[int]]]
 
 
 def make_pairs(count: int = 6, seed: int = 3) -> Pairs:
-    """Return pairs of a prompt and a completion, with random lengths. Some pairs are longer than
-    one step."""
+    """Return pairs of a prompt and a completion, with random lengths. Some pairs have more tokens
+    than one step can compute."""
     rng = np.random.RandomState(seed)
     return [
         (rng.randint(2, 128, rng.randint(1, 90)).tolist(), rng.randint(2, 128, size).tolist())

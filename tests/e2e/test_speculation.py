@@ -186,8 +186,8 @@ def test_sequence_may_be_preempted_within_a_speculative_multi_step_decode(
 
 
 def test_steps_with_a_grammar_have_no_drafts(engines: Engines, shallow_folder: Path):
-    """A row with a grammar is constrained. The other rows of the batch verify drafts again when the
-    constrained request has ended."""
+    """If any row of a step has a grammar, no row of the step verifies drafts. Speculative decoding
+    resumes when the request with the grammar has ended."""
     speculative = engines(shallow_folder, speculative_config=NGRAM)
     plain = engines(shallow_folder)
     spec = StructuredOutputs(regex="(ab)+c")

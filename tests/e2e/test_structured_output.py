@@ -64,8 +64,8 @@ DATE = StructuredOutputs(regex=DATE_PATTERN)
 YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
 JSON_PARAMS = SamplingParams(structured_outputs=SPECS["json"], seed=1, max_tokens=120)
 PENALIZED = SamplingParams(structured_outputs=DATE, max_tokens=60, repetition_penalty=1.2)
-"""Sampling parameters with a grammar and a penalty. The row of such a request cannot skip a
-step."""
+"""Sampling parameters with a grammar and a penalty. A request with these parameters needs its
+grammar mask in every step."""
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "structured_outputs": SPECS["json"]},
@@ -202,7 +202,7 @@ def test_sampling_parameters_choose_among_allowed_tokens(engine: Engine):
         assert generate_text(engine, params) == expected
 
 
-def test_excluding_every_token_that_the_grammar_allows_fails_only_that_request(engine: Engine):
+def test_conflict_of_allowed_token_ids_with_the_grammar_fails_only_one_request(engine: Engine):
     params = SamplingParams(structured_outputs=YES_OR_NO, allowed_token_ids=[5])
     victim = engine.add_request(QUESTION, params)
     other = engine.add_request(QUESTION, GREEDY)
@@ -321,7 +321,7 @@ def test_grammar_that_fails_during_an_answer_ends_its_request_only(engine: Engin
 
 
 @pytest.mark.parametrize("where", ["with the mask", "with a received token"])
-def test_error_in_the_mask_process_ends_only_one_request(
+def test_error_in_the_mask_worker_ends_only_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     expected = generate_text(engine, JSON_PARAMS)
@@ -333,7 +333,7 @@ def test_error_in_the_mask_process_ends_only_one_request(
     victim, error = list[Any](), ValueError("too complex")
 
     def gather_but_one(self: MaskWorkerClient, items: Any, *args: Any) -> Any:
-        # `items` has the rows of the first two requests, which have grammars.
+        # `items` lists the answers that have grammars: the answers of the first two requests.
         victim.append(items[0][0])
         masks, failed, late = gather_masks(self, items, *args)
         if where == "with the mask":
@@ -382,12 +382,13 @@ def stopped_mask_workers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_killing_the_mask_process_ends_only_requests_with_a_grammar(engine: Engine):
+def test_killing_the_mask_worker_ends_only_requests_with_a_grammar(engine: Engine):
     expected = generate_text(engine, JSON_PARAMS)
     for num_steps in (0, 1, 6):
         names = [engine.add_request(QUESTION, it) for it in (JSON_PARAMS, GREEDY, JSON_PARAMS)]
         take_steps(engine, num_steps)
-        for pid in mask_processes():  # includes the mask workers of other engines
+        # Kill the mask workers of all engines in this process.
+        for pid in mask_processes():
             os.kill(pid, signal.SIGKILL)
         final = final_updates(engine)
         errors = [final[it].error for it in names]
@@ -399,7 +400,7 @@ def test_killing_the_mask_process_ends_only_requests_with_a_grammar(engine: Engi
         assert generate_text(engine, JSON_PARAMS) == expected
 
 
-def test_mask_process_starts_with_the_first_grammar_and_ends_with_the_engine(
+def test_mask_worker_starts_with_the_first_grammar_and_ends_with_the_engine(
     new_engine: Engines, shallow_folder: Path
 ):
     others = mask_processes()
@@ -424,7 +425,7 @@ def test_sequences_with_late_grammar_masks_skip_steps(
     assert (len(counts) > 0) == (loop != "synchronous")
 
 
-def test_most_sequences_of_a_step_can_skip_the_step(
+def test_several_sequences_with_slow_grammars_can_skip_the_same_step(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):
     engine = engines(**LOOPS["overlapped"])
@@ -433,12 +434,13 @@ def test_most_sequences_of_a_step_can_skip_the_step(
     expected = answers(engine.generate([QUESTION] * 5, params))
     counts = delay_masks(monkeypatch, chance=0.6, heavy=True)
     assert answers(engine.generate([QUESTION] * 5, params)) == expected
-    # Rows with slow grammars may skip a step together, even if they are over a quarter of the rows.
+    # If the mask of a row is not ready, a later step samples the row's token. A step hardly waits
+    # for the masks of slow grammars, so several rows can lack their masks in the same step.
     assert max(counts) > 1
 
 
 @pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
-def test_answer_ends_correctly_if_the_mask_process_matches_the_last_token_late(
+def test_answers_do_not_change_if_the_mask_worker_reports_complete_answers_late(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, loop: str
 ):
     engine = engines(**LOOPS[loop])
@@ -467,11 +469,11 @@ def test_answer_ends_correctly_if_the_mask_process_matches_the_last_token_late(
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_generate_waits_for_a_busy_mask_process(
+def test_generate_waits_for_a_busy_mask_worker(
     engines: Engines, shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """In `generate`, a row that cannot skip a step waits longer than 100 ms for its mask. The limit
-    of 100 ms holds only for streams."""
+    """A request with penalties needs its grammar mask in every step. `Engine.generate` may wait
+    longer than 100 ms for the mask, because no client receives a stream of tokens."""
     engine = engines(shallow_folder)
     cannot_skip = replace(PENALIZED, max_tokens=12, seed=1)
     params = [cannot_skip, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)]
@@ -485,8 +487,8 @@ def test_generate_waits_for_a_busy_mask_process(
             threading.Timer(0.3, os.kill, (self.pid, signal.SIGCONT)).start()
         return gather_masks(self, *args)
 
-    # Simulate a busy machine: the mask worker has stopped, but the engine believes that it waits
-    # for CPU time.
+    # Simulate a busy machine. The test stops the mask worker for 0.3 s. Because `is_running` is
+    # true, the engine assumes that the mask worker only waits for CPU time.
     monkeypatch.setattr(MaskWorkerClient, "is_running", True)
     monkeypatch.setattr(MaskWorkerClient, "gather_masks", stop_first)
     assert answers(engine.generate([QUESTION] * 2, params)) == expected
@@ -494,9 +496,9 @@ def test_generate_waits_for_a_busy_mask_process(
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_stopped_mask_process_delays_no_request_without_a_grammar(engine: Engine):
-    """While the mask worker is stopped, rows that cannot skip a step fail. Other rows with a
-    grammar continue when the mask worker continues."""
+def test_stopped_mask_worker_delays_no_request_without_a_grammar(engine: Engine):
+    """While the mask worker is stopped, a request with a grammar and penalties fails. A request
+    with a grammar but without penalties waits until the mask worker is resumed."""
     expected = generate_text(engine, JSON_PARAMS)
     kept = engine.add_request(QUESTION, JSON_PARAMS)
     failing = engine.add_request(QUESTION, PENALIZED)
@@ -548,7 +550,7 @@ def test_requests_without_a_grammar_wait_at_most_100_ms_for_a_grammar_mask(
 
 
 @pytest.mark.parametrize("kind", [*in_full_tier(2), 5], ids=["several samples", "penalties"])
-def test_step_waits_for_grammar_masks_of_sequences_that_cannot_skip_it(
+def test_step_waits_for_late_masks_of_requests_with_penalties_or_several_samples(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
 ):
     engine = engines(**LOOPS["overlapped"])
@@ -557,16 +559,20 @@ def test_step_waits_for_grammar_masks_of_sequences_that_cannot_skip_it(
     expected = answers(engine.generate([QUESTION] * 13, params))
     counts = delay_masks(monkeypatch, chance=0.2)
     assert answers(engine.generate([QUESTION] * 13, params)) == expected
-    # The request of `kind` 2 has several samples. When only one of them still runs, the request may
-    # skip steps.
+    # A request of `KINDS[2]` has several samples. When only one sample is unfinished, steps may
+    # leave out this sample until its mask is ready.
     assert not counts or kind == 2
 
 
 def delay_masks(
     monkeypatch: pytest.MonkeyPatch, chance: float, *, heavy: bool = False
 ) -> list[int]:
-    """Delay random masks. Return a list. Each step that some rows skip appends the number of these
-    rows to the list."""
+    """Delay random grammar masks. If a row lacks its mask, a later step samples the row's token.
+
+    Returns:
+        Numbers of postponed rows, one number for each step that postpones rows. The list grows
+        while the engine runs.
+    """
     gather_masks, postpone_rows = MaskWorkerClient.gather_masks, Scheduler.postpone_rows
     rng, counts = random.Random(1), list[int]()
 

@@ -49,11 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": KV_HEADS | MOE | {"num_key_value_heads": 4},
     "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
 }
-"""Sizes of random models by family. They have 1 to 8 KV heads, and a vocabulary that is divisible
-by 8 (96 tokens) or not (97 tokens)."""
+"""Sizes of random models by model family. The models have 1 to 8 KV heads. The vocabulary has 96
+tokens, which is divisible by 8, or 97 tokens."""
 IN_DEFAULT_TIER = {("opt", 8), ("mistral", 4)}
-"""Pairs (family, number of devices) that the default tier runs. Other tests of the default tier
-cover other families."""
+"""Pairs (model family, number of devices) that the default test tier runs. Other tests of the
+default tier cover other model families."""
 
 TINY: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -133,8 +133,8 @@ def test_expert_parallelism_of_a_dense_model_is_refused(engines: Engines, shallo
 
 @pytest.fixture(params=[*LOOPS])
 def pair(engines: Engines, shallow_folder: Path, request: pytest.FixtureRequest) -> list[Engine]:
-    """Return two engines of a model: on one device, and on two devices. The test runs once for each
-    engine loop."""
+    """Return two engines of the same model: the first on one device, the second on two devices.
+    Tests run with each kind of engine loop in `LOOPS`, such as the overlapped loop."""
     return [on_devices(engines, n, shallow_folder, **LOOPS[request.param]) for n in (1, 2)]
 
 
@@ -305,8 +305,8 @@ def test_two_devices_change_bfloat16_logprobs_no_more_than_batching_does(
     one_by_one = np.concatenate([scores(alone, [it]) for it in texts])
     in_a_batch, by_both = scores(alone, texts), scores(both, texts)
     noise = np.abs(in_a_batch - one_by_one).mean()
-    # On a CPU, batching may change nothing. Two devices may then differ by one rounding to
-    # bfloat16.
+    # On a CPU, batching may leave every log-probability unchanged, so that `noise` is 0. The test
+    # then accepts the change of a log-probability by one bfloat16 rounding.
     rounding = 2.0**-8 * np.abs(in_a_batch).mean()
     assert len(by_both) > 200
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
@@ -317,8 +317,8 @@ def test_two_devices_change_bfloat16_logprobs_no_more_than_batching_does(
 def test_two_devices_give_bfloat16_logprobs_close_to_one_device_for_each_layer_type(
     engines: Engines, folders: Callable[[str], Path], family: str
 ):
-    """The families differ in the operation after an all-reduce: adding a bias, or one of two kinds
-    of norms."""
+    """The tested model families differ in the operation after an all-reduce: the operation adds a
+    bias, or is one of two kinds of norms."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 96, n).tolist() for n in (2, 16, 33, 50)]
     options = {"dtype": "bfloat16", **TINY}
@@ -349,8 +349,11 @@ def test_devices_sample_the_same_tokens(engines: Engines, shallow_folder: Path):
 
 @pytest.fixture
 def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemory]:
-    """Return a list to which each engine of the test appends its peer memory. Virtual devices get
-    peer memory too. Virtual devices run the same programs as GPUs, except for the all-reduces.
+    """Return a list. Each new engine appends the `PeerMemory` of its devices, through which
+    all-reduce kernels exchange data.
+
+    On a CPU, the fixture enables peer memory too. The CPU then runs the programs of a GPU, except
+    the all-reduces.
     """
     made: list[peer_memory.PeerMemory] = []
 
@@ -413,7 +416,7 @@ def test_all_reduces_of_each_layer_type_use_peer_memory(
     folders: Callable[[str], Path],
     family: str,
 ):
-    """The families differ in the bias and the norms before and after an all-reduce."""
+    """The tested model families differ in the bias and the norms before and after an all-reduce."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 33)]
     alone = on_devices(engines, 1, folders(family), **TINY)

@@ -71,10 +71,11 @@ def test_engine_with_updated_weights_gives_the_same_answers_as_a_new_engine(
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
-def test_blocks_quantized_by_an_update_give_the_same_answers_as_a_quantized_checkpoint(
+def test_update_quantizes_weights_in_the_same_way_as_a_quantized_checkpoint(
     new_engine: Engines, tmp_path: Path, options: dict
 ):
-    """The checkpoints have dense and sparse layers, and one scale per block of 128 x 128."""
+    """The checkpoints have dense and mixture-of-experts layers. Each block of 128 x 128 weights has
+    one scale."""
     sizes: dict[str, Any] = made.WIDE | {"hidden_size": 192}
     fields = made.FIELDS | sizes | {"quantization_config": made.CONFIGS["block"]}
     old = made.write_checkpoint(tmp_path / "float", "loaded", **sizes)

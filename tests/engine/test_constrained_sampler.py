@@ -1,4 +1,4 @@
-"""Test how long a step waits for late masks."""
+"""Test how long a step waits for grammar masks that are not ready."""
 
 import time
 from functools import partial
@@ -8,30 +8,36 @@ import pytest
 from jpaged.engine.constrained_sampler import WaitBudget
 
 
-def test_step_waits_while_waiting_costs_less_than_skipping(monkeypatch: pytest.MonkeyPatch):
+def test_step_waits_longer_if_more_rows_lack_their_grammar_masks(
+    monkeypatch: pytest.MonkeyPatch,
+):
     now = 10.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     budget = WaitBudget()
     is_spent = partial(budget.is_spent, has_unconstrained_rows=True)
     now += 0.004  # the duration of a step
     budget.begin_wait(0.0)
-    now += 1.0  # waiting does not count as part of the step
+    now += 1.0  # the wait for masks is not part of the step's duration
     budget.end_wait()
     budget.begin_wait(0.0)
-    assert is_spent(0.0)  # only heavy rows are late
+    # If only rows with slow grammars lack their masks, the step does not wait for the masks.
+    assert is_spent(0.0)
     assert not is_spent(0.125)
-    # If one row in eight is late, the step waits an eighth of its duration: 0.5 ms.
+    # One row in eight lacks its mask. The step waits up to an eighth of the previous step's
+    # duration: 4 ms / 8 = 0.5 ms.
     now += 0.0006
     assert is_spent(0.125)
     assert not is_spent(0.25)
     now += 0.0005
     assert is_spent(0.25)
     assert not is_spent(0.3)
-    # If more than a quarter of the rows are late, the step waits its whole duration: 4 ms.
+    # More than a quarter of the rows lack their masks. The step waits up to the whole duration of
+    # the previous step: 4 ms.
     now += 0.0030
     assert is_spent(0.3)
     assert not budget.is_spent(0.3, has_unconstrained_rows=False)
-    # The host has waited 2 ms for the device, so a step may always wait 2 ms for masks.
+    # The host has just waited 2 ms for the device. The step may then wait 2 ms for masks, even if
+    # only rows with slow grammars lack their masks.
     budget.begin_wait(0.002)
     now += 0.0019
     assert not is_spent(0.0)
@@ -43,6 +49,7 @@ def test_step_waits_while_waiting_costs_less_than_skipping(monkeypatch: pytest.M
     budget.begin_wait(0.0)
     budget.end_wait()
     budget.begin_wait(0.0)
-    # A step of 60 s counts as 50 ms, the maximum.
+    # The previous step took 60 s, but `WaitBudget` uses a duration of at most 50 ms. If a quarter
+    # of the rows lack their masks, the step waits up to a quarter of 50 ms.
     now += 0.26 * 0.05
     assert is_spent(0.25)

@@ -30,7 +30,7 @@ IDS = NormalizedPrompt(token_ids=[1, 2, 3])
         {"prompt_token_ids": (1, 2, 3)},
     ],
 )
-def test_every_type_of_token_id_list_is_one_prompt(prompt: object):
+def test_list_or_tuple_or_array_of_token_ids_is_read_as_one_prompt(prompt: object):
     assert normalize_prompts(prompt) == [IDS]
     assert normalize_prompts([prompt, prompt]) == [IDS, IDS]
     ids = normalize_prompt(prompt).token_ids
@@ -38,7 +38,7 @@ def test_every_type_of_token_id_list_is_one_prompt(prompt: object):
     assert all(type(token_id) is int for token_id in ids)
 
 
-def test_lists_of_texts_and_token_ids_are_prompts():
+def test_list_may_mix_text_prompts_and_token_id_prompts():
     assert (
         normalize_prompts("a") == normalize_prompts({"prompt": "a"}) == [NormalizedPrompt(text="a")]
     )
@@ -112,7 +112,7 @@ def test_token_ids_at_integer_limits_are_refused(token_id: int):
         assert normalize_prompts([9, token_id]) == [NormalizedPrompt(token_ids=[9, token_id])]
 
 
-def test_params_object_applies_to_all_prompts_and_params_list_to_one_prompt_each():
+def test_params_may_be_one_object_for_all_prompts_or_a_list_with_one_per_prompt():
     a, b = SamplingParams(temperature=0.5), SamplingParams(seed=3)
     assert pair_params(a, 2) == [a, a]
     assert pair_params([a, b], 2) == [a, b]

@@ -61,7 +61,7 @@ def test_params_are_not_modified():
 
 def test_min_tokens_above_max_model_len_is_refused():
     params = SamplingParams(max_tokens=None, min_tokens=9)
-    with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower it"):
+    with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower min"):
         make_state(make_preprocessor(), params)
     make_state(make_preprocessor(), SamplingParams(max_tokens=None, min_tokens=8))
     make_state(make_preprocessor(), SamplingParams(max_tokens=9, min_tokens=9))

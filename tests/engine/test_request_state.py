@@ -81,7 +81,7 @@ def test_scores_of_recomputed_chunks_are_recorded_once():
     assert (score.token_ids, score.logprobs) == (prompt[3:], [-3, -4, -5, -6, -7, -8, -9])
 
 
-def test_each_sample_has_its_text_scores_and_finish_reason():
+def test_each_sample_has_separate_text_and_logprobs_and_finish_reason():
     state = make(SamplingParams(n=2, logprobs=1, stop="XY"))
     assert not emit(state, 0, ord("A"), -0.25)
     assert not emit(state, 1, ord("X"), -1.0)
@@ -112,7 +112,7 @@ def test_ranked_output_lists_the_best_answers_first():
     assert [o.text for o in state.output().outputs] == ["A", "C"]
 
 
-def test_cumulative_logprob_is_returned_only_on_request():
+def test_cumulative_logprob_is_none_by_default():
     state = make(SamplingParams(n=2))
     emit(state, 0, ord("A"))
     assert [o.cumulative_logprob for o in state.output().outputs] == [None, None]
@@ -196,7 +196,7 @@ def test_logprobs_decode_their_tokens_lazily_and_once():
     assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B", KEPT_MASS)}])
 
 
-def test_growing_logprobs_decode_only_new_entries():
+def test_each_output_detokenizes_only_the_logprobs_of_new_tokens():
     tokenizer = CountingTokenizer()
     state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
     for _ in range(20):

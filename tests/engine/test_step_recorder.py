@@ -10,7 +10,7 @@ from jpaged.engine.step_recorder import StepRecorder
 NUM_SEQS = 12
 
 
-def test_open_recorder_records_plans_and_programs():
+def test_step_recorder_lists_the_compiled_programs_of_each_step_until_closed():
     engine = make_engine(runtime_of(NUM_SEQS), Clock(), LoopMode.SYNCHRONOUS)
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""Test the example that trains the embedded model while an engine samples."""
+"""Test the example that trains the bundled model while an engine samples."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from examples.grpo import reward_of, train
 pytestmark = pytest.mark.full
 
 
-def test_training_raises_the_reward_and_scoring_gives_the_same_bits_as_sampling():
+def test_reward_increases_and_scored_logprobs_equal_sampled_logprobs():
     # The model multiplies rows [T, D] by a vector [D], which JAX refuses with the tests' settings.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         results = list(train(num_steps=3, num_prompts=8, num_samples=8, seed=0))

@@ -29,7 +29,8 @@ def container() -> dict[str, Any]:
 def validate(data: dict[str, Any], version: str) -> None:
     reason = 'needs the schemas: pip install ".[test]"'
     schemas = pytest.importorskip("kubernetes_validate", reason=reason)
-    # Without a schema of this version, `validate` uses an older schema and returns its version.
+    # If the package has no schema for the Kubernetes version, `schemas.validate` uses the schema of
+    # an older Kubernetes version, and returns the older version.
     assert schemas.validate(data, version, strict=True) == version
 
 

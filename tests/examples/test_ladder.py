@@ -1,4 +1,4 @@
-"""Test that every rung of the ladder (a version of attention) gives the same output at its stated
+"""Test that all versions of attention in examples/ladder/ give the same output at their stated
 cost."""
 
 import inspect
@@ -59,7 +59,8 @@ def test_attention_version_with_a_different_result_is_detected(work):
         return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
 
     wrong = SimpleNamespace(TITLE="wrong", attend=attend, prepare=rung_1_naive.prepare)
-    with pytest.raises(RuntimeError, match=r"wrong: differs from the previous rung by 0\.001"):
+    message = r"wrong: differs from the previous version of attention by 0\.001"
+    with pytest.raises(RuntimeError, match=message):
         ladder.climb(rung_1_naive, wrong, work=work)
 
 
@@ -75,7 +76,7 @@ def test_padding_takes_two_thirds_of_the_multiplications_of_naive_attention(work
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
-    # The percentage is the same if only pairs (query, key) count that the causal mask allows.
+    # If only the (query, key) pairs that the causal mask allows are counted, 67% are padding too.
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 
@@ -91,7 +92,8 @@ def test_two_pass_attention_reads_keys_twice(work):
     assert two.num_flops * 2 == one.num_flops * 3
     assert two.bytes_read * 2 == one.bytes_read * 3
     assert (two.calls, one.calls) == (30, 15)
-    # The last sequence has 8 tokens in a block of 16 slots, so 64 of its 8 x 16 pairs are padding.
+    # The last sequence has 8 tokens in a block of 16 slots. Each of the 8 queries is multiplied by
+    # 16 keys, of which 8 are padding. This gives 8 x 8 = 64 padding pairs of a query and a key.
     assert two.waste == one.waste == 64 / 21632
 
 
@@ -132,7 +134,7 @@ def test_each_block_belongs_to_one_sequence_and_the_blocks_are_in_random_order(w
 
 
 @pytest.mark.parametrize("lengths", [(), (8, 0), (-1,)])
-def test_empty_lengths_are_refused(lengths):
+def test_missing_or_nonpositive_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match=r"lengths=.* must be positive"):
         ladder.make_workload(lengths)
 

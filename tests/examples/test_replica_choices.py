@@ -84,7 +84,7 @@ def test_replica_with_the_longest_prefix_is_preferred():
     assert memory.rank([b"1", b"2", b"9"], {"a": 3, "b": 4, "c": 0}) == ["a", "b", "c"]
 
 
-def test_unknown_prompts_go_to_the_least_loaded_replica_in_turn():
+def test_unknown_prompts_are_routed_by_load_then_round_robin():
     memory = PrefixMemory()
     assert memory.rank([b"1"], {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
     chosen = []

@@ -39,8 +39,8 @@ def lower(function, *arguments, device=H200):
 def on_backends(*axes, **options):
     """Return test parameters: combinations of the values in `axes`, each followed by a backend.
 
-    `covering` chooses which combinations the default tier runs on backends that need no GPU. The
-    function passes `options` to `covering`. On a GPU every combination runs.
+    `covering` chooses which combinations the default tier (pytest without `--tier full`) runs on
+    backends that need no GPU. `options` are passed to `covering`. On a GPU every combination runs.
     """
     without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
     return without_gpu + covering(*axes, [TRITON_ON_GPU], strength=1)
@@ -49,9 +49,10 @@ def on_backends(*axes, **options):
 def with_dtypes(cases, dtypes, num_by_xla=None):
     """Return every combination of a case, a dtype and a backend as test parameters.
 
-    In the default tier, each case runs with one dtype per backend. The first case has the first
-    dtype, the second case has the second dtype, and so on. If `num_by_xla` is given, the default
-    tier runs only the first `num_by_xla` cases with XLA.
+    Without `--tier full`, pytest runs each case with one dtype in interpret mode, and with the next
+    dtype in XLA. In interpret mode, the first case has the first dtype, the second case has the
+    second dtype, and so on. If `num_by_xla` is given, only the first `num_by_xla` cases run in XLA.
+    On a GPU every combination runs.
     """
 
     def is_default(case, dtype, backend):
@@ -188,10 +189,10 @@ def _block_tables(rng, seq_lens, block_size):
 
 
 def assert_close(got, reference, dtype):
-    """Check that `got` is near `reference(float64)`. `reference` computes the result in any dtype.
+    """Check that `got` is near `reference(float64)`, the expected result in float64.
 
-    The maximum error is twice the error of `reference(dtype)`. The rounding error of sums in
-    another order is added.
+    The allowed error is twice the error of `reference(dtype)`, plus a tolerance for rounding,
+    because kernels add numbers in another order.
     """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)

@@ -39,7 +39,7 @@ def _bits(x) -> np.ndarray:
 
 
 def _check_rows(op, x):
-    """Check that `op` gives some rows of `x` alone the same bits as in `op(x)`. Return `op(x)`."""
+    """Return `op(x)`. Check that `op` returns the same bits for a row if `x` has fewer rows."""
     whole = op(x)
     for count in NUM_ROWS:
         for first in (0, MOST_ROWS - count):
@@ -223,7 +223,7 @@ def test_gpu_without_a_batch_invariant_kernel_raises_an_error():
 @pytest.mark.parametrize(
     ("device", "inner", "message"),
     [
-        (H200, 96, "multiplies bfloat16 by experts of 128 x 96 on NVIDIA H200"),
+        (H200, 96, "multiplies bfloat16 rows by expert weights of 128 x 96 on NVIDIA H200"),
         (A100, 64, "on NVIDIA A100: use a Hopper GPU"),
     ],
 )

@@ -92,7 +92,8 @@ def test_all_reduce_of_unsupported_dtypes_and_widths_uses_xla(dtype, width: int)
 def test_norm_is_fused_with_the_all_reduce_of_at_most_128_rows(
     rows: int, width: int, parts: int, dtype: Any, kernels: int
 ):
-    """Without fusion, the kernel sums 129 rows, XLA sums 512 rows, and a separate norm follows."""
+    """With more than 128 rows, the all-reduce and the norm are separate kernels. The test case with
+    129 rows uses the peer-memory all-reduce. The case with 512 rows uses XLA's all-reduce."""
 
     def run(hidden, update, weight, header):
         options = {"header": header, "buffer_index": 1, "eps": 1e-6, "backend": Backend.TRITON}
@@ -169,7 +170,7 @@ def hash_numbers(*numbers: Any) -> jax.Array:
 
 
 def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """Return the bits of the rows that a device contributes to the all-reduce number `index`.
+    """Return the bits of the rows that a device adds in the `index`-th all-reduce of a test.
 
     The rows are pseudo-random bfloat16 numbers with exponents from -8 to 7.
     """
@@ -182,8 +183,8 @@ def make_addend(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
 
 
 def expected_bits(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
-    """Return the expected bits of the all-reduce number `index`: the rows of all devices, added in
-    the order of the devices."""
+    """Return the expected bits of the result of the `index`-th all-reduce of a test: the sum of all
+    devices' rows, added in the order of the devices."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
         rows = make_addend(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
@@ -261,7 +262,10 @@ def check_sums(count: int, shape: tuple[int, int], num_turns: int, max_delay: in
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
 def test_all_reduce_kernel_adds_in_the_order_of_the_devices(rows: int | None, count: int):
-    """All devices have the expected bits. `rows` None is the maximum that fits peer memory."""
+    """The sum on every device equals the expected sum bit for bit.
+
+    If `rows` is None, the test sums as many rows as fit in peer memory.
+    """
     check_sums(count, (rows or max_payload_bytes(count) // (WIDTH * 2), WIDTH), 4)
 
 
@@ -281,7 +285,7 @@ def test_fused_all_reduce_and_norm_equals_the_norm_of_the_sum(
 ):
     """The residual stream has the expected bits, and the normalized rows are equal up to rounding.
 
-    Each partial is the same fraction of the update, so the sum of the partials is exact.
+    Each device passes its addend as 1 or 4 equal split-K partials, whose sum is exact.
     """
     mesh, width = mesh_of(2), shape[1]
     memory = PeerMemory(mesh)

@@ -218,7 +218,7 @@ def test_copy_blocks_refuses_unequal_layers_and_unequal_numbers_of_sources_and_t
         kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
-def test_decode_attention_refuses_a_negative_scale_and_kv_scales_of_a_float32_pool():
+def test_decode_attention_refuses_invalid_scale_arguments():
     arguments, ones = (jnp.zeros((3, 4, 64), F32), _pool(), _ints(3, 5), _ints(3)), jnp.ones(1, F32)
     run = partial(paged_decode_attention, *arguments, backend=Backend.XLA)
     with pytest.raises(ValueError, match="scale is -1"):

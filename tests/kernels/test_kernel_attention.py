@@ -101,8 +101,9 @@ GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
     for h, head_size in enumerate((2, 8, 16, 20, 24, 40, 72, 200))
 ]
-# Maps each case of the default tier to (ops to test in interpret mode, ops to test with XLA). More
-# cases run in interpret mode, because only the kernels have tiles, padded columns and masks.
+# CPU tests that pytest runs without `--tier full`. Each key is the name of a case. Each value is a
+# pair: the ops to test in interpret mode, and the ops to test with XLA. Interpret mode gets more
+# cases: only interpret mode runs the kernels, whose tiles depend on the head size and block size.
 DEFAULT_OPS = {
     "float16-H80-S32-4x1-cap2": ("decode, rope decode, prefill", "decode, rope decode, prefill"),
     "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", ""),
@@ -176,7 +177,7 @@ def _with_new_tokens(case, num_partials, with_norms):
     nothing = to_pool(jnp.full(size, jnp.nan), F8 if case.scales else case.dtype)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(nothing) for p in batch.kv))
     shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
-    # The sum of the partials has a standard deviation of 1.
+    # The sum of the split-K partials of q, k and v has a standard deviation of 1.
     partials = rng.standard_normal(shape) / num_partials**0.5
     qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
@@ -233,10 +234,11 @@ def _assert_near(got, want):
 
 @pytest.mark.parametrize(("case", "backend"), list(_params("rope decode", SCALED, ())))
 def test_rope_decode_over_a_float8_pool_matches_reference(case, backend):
-    """Later steps read the key that is rounded to FP8, so the op must attend to the rounded key
-    too.
+    """Rope-decode attention must use the new key as stored in the FP8 pool, because later steps
+    read the stored key.
 
-    The stored keys and values must equal the keys and values of a wider pool, rounded to FP8.
+    The test also runs the op with an unquantized pool. Keys and values in the unquantized pool,
+    rounded to FP8, must equal the contents of the FP8 pool.
     """
     case = _filled(case)
     number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
@@ -381,8 +383,8 @@ def test_decode_with_any_number_of_splits_matches_reference(
 ):
     """The cases have more splits than key tiles, splits of different sizes, and empty splits.
 
-    If the percentage is None, longer sequences get more programs. Otherwise a split has that
-    percentage of the mean sequence length.
+    `programs_and_percent` has the values of `DecodeConfig.target_programs` and
+    `DecodeConfig.split_percent_of_mean`.
     """
     case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
     programs, percent = programs_and_percent
@@ -632,9 +634,9 @@ FP8_HOPPER_CASES = [
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_query_heads_per_tile_leave_few_matrix_rows_idle(group):
-    """In a step of 8,192 tokens, at most 7% of the matrix rows are idle. In smaller steps more rows
-    may be idle, because that reduces the number of tiles."""
+def test_chosen_number_of_query_heads_per_tile_leaves_few_tile_rows_unused(group):
+    """In a step of 8,192 tokens, at most 7% of the rows of all tiles are unused. In smaller steps,
+    more rows may be unused, because more query heads per tile give fewer tiles."""
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         # The number of query heads per tile must divide the 128 rows of a tile.

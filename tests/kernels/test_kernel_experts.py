@@ -45,10 +45,10 @@ def make_rows(num_tokens: int, dtype: Any) -> jax.Array:
 @partial(jax.jit, static_argnames="backend")
 def run_experts(x, gate_up, down, routing, backend):
     inner = expert_gated_gemm(x, gate_up, routing, backend=backend)
-    # The results of rows that hit no expert are undefined. Set them to NaN, which must not change
-    # the sums.
-    is_hit = jnp.arange(len(inner)) < routing.offsets[-1]
-    inner = jnp.where(is_hit[:, None], inner, jnp.nan)
+    # The rows of padding tokens, and of experts on another device, are undefined. Set these rows to
+    # NaN. The sums must not change.
+    is_routed = jnp.arange(len(inner)) < routing.offsets[-1]
+    inner = jnp.where(is_routed[:, None], inner, jnp.nan)
     return expert_down_gemm(inner, down, routing, backend=backend)
 
 
@@ -109,19 +109,22 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
 @pytest.mark.parametrize(
     ("shape", "num_experts", "chosen"),
     [
-        ((1, 1), 15, (0, 16)),  # The second of two programs stores only the last offset.
+        # The kernel computes 17 numbers. The second of two programs computes one number.
+        ((1, 1), 15, (0, 16)),
         ((1, 8), 128, (0, 128)),
         ((43, 3), 6, (0, 7)),
-        pytest.param((43, 3), 6, (4, 5), marks=pytest.mark.full),  # One expert has all pairs.
-        pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No pair hits an expert.
-        # The 64 results fill four programs.
+        pytest.param((43, 3), 6, (4, 5), marks=pytest.mark.full),  # All tokens choose expert 4.
+        pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No token has an expert.
+        # The kernel computes 64 numbers: 16 in each of four programs.
         pytest.param((32, 1), 31, (30, 32), marks=pytest.mark.full),
-        ((131, 8), 5, (0, 6)),  # A program needs several steps to read all pairs.
+        ((131, 8), 5, (0, 6)),  # Each program reads the 131 * 8 expert indices in three steps.
     ],
 )
-def test_pairs_are_sorted_by_expert_and_then_by_index(shape, num_experts, chosen, interpret):
-    """Each pair (token, choice) gets a random expert index from `chosen[0]` to `chosen[1]` - 1. The
-    index `num_experts` means that the pair has no expert."""
+def test_expert_choices_of_all_tokens_are_sorted_by_expert_and_then_by_token(
+    shape, num_experts, chosen, interpret
+):
+    """Each token chooses several random expert indices, from `chosen[0]` to `chosen[1]` - 1. The
+    index `num_experts` stands for no expert."""
     experts = jnp.asarray(np.random.RandomState(4).randint(chosen[0], chosen[1], shape), jnp.int32)
     got = triton.sort_pairs(experts, num_experts=num_experts, interpret=interpret)
     for array, want in zip(got, xla.sort_by_expert(experts, num_experts)[1:], strict=True):
@@ -129,12 +132,12 @@ def test_pairs_are_sorted_by_expert_and_then_by_index(shape, num_experts, chosen
 
 
 @pytest.mark.parametrize("backend", [Backend.INTERPRET, TRITON_ON_GPU])
-def test_routing_does_not_depend_on_which_kernel_sorts_the_pairs(backend, monkeypatch):
+def test_expert_routing_is_the_same_with_the_sort_kernel_and_with_xlas_sort(backend, monkeypatch):
     logits = jnp.asarray(make_logits("ties", 11))
     bounds: dict[str, Any] = {"first_expert": 1, "num_local_experts": 3, "num_tokens": 9}
     want = reference.route(logits, NUM_CHOICES, **bounds)
     options = bounds | {name: jnp.int32(bounds[name]) for name in ("first_expert", "num_tokens")}
-    for limit in (33, 32):  # The step has 33 pairs.
+    for limit in (33, 32):  # 11 tokens choose 33 experts in total.
         monkeypatch.setattr(triton, "MAX_SORTED_PAIRS", limit)
         check_routing(route(logits, NUM_CHOICES, backend=backend, **options), want)
 
@@ -192,7 +195,7 @@ def test_expert_ops_refuse_arguments_that_do_not_fit():
         expert_gated_gemm(x, gate_up, routing, activation="relu", **options)
     with pytest.raises(ValueError, match=r"routing\.offsets has shape"):
         expert_gated_gemm(x, gate_up[1:], routing, **options)
-    with pytest.raises(ValueError, match="x has 3 rows; it must have one row per pair, 6"):
+    with pytest.raises(ValueError, match="x has 3 rows; it must have 6: one row per token"):
         expert_down_gemm(x[:, : SIZES[F32][1]], down, routing, **options)
     with pytest.raises(ValueError, match="sort keys exceed 31 bits: pass fewer tokens"):
         jax.eval_shape(partial(route, num_experts_per_token=8, **options), jnp.zeros((2**21, 128)))

@@ -46,7 +46,7 @@ def random_fp8(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def make_rows(kind: str, num_rows: int, width: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Return random FP8 rows, their scales, and an array with the scale of each number."""
+    """Return random FP8 rows, their scales, and the scales broadcast to the shape of the rows."""
     rng = np.random.default_rng(num_rows)
     groups = num_blocks(width) if kind == "block" else 1
     scale = rng.uniform(1e-3, 1e-2, (num_rows, groups)).astype(np.float32)
@@ -61,8 +61,8 @@ def make_rows(kind: str, num_rows: int, width: int) -> tuple[jax.Array, jax.Arra
 def make_weights(
     kind: str, parts: int, size: int, depth: int
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Return random FP8 weights of all experts, their scales, and an array with the scale of each
-    number."""
+    """Return random FP8 weights of all experts, their scales, and the scales broadcast to the shape
+    of the weights."""
     rng = np.random.default_rng(depth)
     weight = random_fp8(rng, NUM_EXPERTS, parts * size, depth)
     if kind == "channel":
@@ -109,17 +109,17 @@ def test_fp8_experts_equal_the_reference(
     gated, down = (jax.jit(partial(op, dtype=dtype, backend=backend)) for op in OPS[kind])
     routing = make_routing(num_tokens, num_real)
     weights, chosen, _, positions, offsets = map(np.asarray, routing)
-    is_hit = chosen < NUM_EXPERTS
+    is_routed = chosen < NUM_EXPERTS
     x, x_scale, x_scales = make_rows(kind, num_tokens, width)
     weight, scale, scales = make_weights(kind, 2, inner, width)
     got = gated(x, weight, x_scale, scale, routing)
     want = reference.scaled_expert_gated_gemm(x, weight, x_scales, scales, chosen)
     assert (got.shape, got.dtype) == ((num_tokens * NUM_CHOICES, inner), dtype)
-    if is_hit.any():
-        assert_close(got[positions][is_hit], want[is_hit], dtype, backend)
+    if is_routed.any():
+        assert_close(got[positions][is_routed], want[is_routed], dtype, backend)
     x, x_scale, x_scales = make_rows(kind, num_tokens * NUM_CHOICES, inner)
-    # Rows of pairs (token, choice) that hit no expert are undefined, and must not change the
-    # result.
+    # Padding tokens are routed to no expert, so their rows are undefined. Set the scales of these
+    # rows to NaN. The result must not change.
     undefined = jnp.arange(len(x)) >= offsets[-1]
     x_scale = jnp.where(undefined.reshape(-1, *[1] * (x_scale.ndim - 1)), jnp.nan, x_scale)
     weight, scale, scales = make_weights(kind, 1, width, inner)
@@ -194,7 +194,7 @@ def test_fp8_expert_gemms_refuse_arguments_of_wrong_shape_or_dtype(kind: str):
     experts.check_fp8_down_gemm(x, weight, x_scale, scale, routing, grouped=grouped)
     with pytest.raises(ValueError, match="weight_scale has shape"):
         experts.check_fp8_down_gemm(x, weight, x_scale, scale[:, 1:], routing, grouped=grouped)
-    with pytest.raises(ValueError, match="x has 5 rows; it must have one row per pair, 6"):
+    with pytest.raises(ValueError, match="x has 5 rows; it must have 6: one row per token"):
         experts.check_fp8_down_gemm(x[1:], weight, x_scale, scale, routing, grouped=grouped)
 
 

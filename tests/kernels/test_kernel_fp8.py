@@ -118,8 +118,13 @@ def test_fused_norm_and_quantization_equals_the_separate_ops(case, dtype, backen
 
 
 @pytest.mark.parametrize(("width", "dtype", "backend"), with_dtypes([96, 4224], [F32, BF16]))
-def test_quantization_uses_the_largest_static_scale(width: int, dtype, backend: Backend):
-    """Test `quantize_rows` and `add_rms_norm_to_fp8`. Numbers above 448 * scale are clipped."""
+def test_quantization_uses_the_largest_of_several_static_scales(
+    width: int, dtype, backend: Backend
+):
+    """Test `quantize_rows` and `add_rms_norm_to_fp8` with the scales 0.002, 0.004 and 0.001.
+
+    Both ops divide all rows by 0.004, and clip quotients above 448, the maximum of FP8.
+    """
     rng, given = np.random.default_rng(0), jnp.asarray([0.002, 0.004, 0.001], F32)
     hidden, update, weight = (
         jnp.asarray(rng.standard_normal(shape), dtype)
@@ -139,7 +144,7 @@ def test_quantization_uses_the_largest_static_scale(width: int, dtype, backend: 
         assert np.mean(same) >= (0.9 if backend is Backend.TRITON else 1.0)
 
 
-def test_static_scales_with_grouped_or_reduce_max_raise_errors():
+def test_quantization_refuses_static_scales_for_groups_or_for_sharded_rows():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
     with pytest.raises(ValueError, match=r"static_scales apply to whole rows: .* or grouped"):
         quantize_rows(x, given, grouped=True, backend=Backend.XLA)
@@ -255,8 +260,8 @@ FEW = [
     (16, 1024, FewRowsConfig(2, 16, 2, 3, 2)),
     (8, 2048, FewRowsConfig(1, 8, 1, 2, 4)),
     (96, 512, FewRowsConfig(1, 96, 2, 2, 2)),
-    # In the next cases, some tiles cover half a scale block, and the copies of some splits' scales
-    # start unaligned or end past the array.
+    # In the next cases, some tiles cover half a scale block. For some splits, the first scale is
+    # unaligned, or an aligned copy of the scales would end past the array.
     (64, 512, FewRowsConfig(1, 64, 3, 2)),
     (8, 1152, FewRowsConfig(3, 8, 4, 2)),
     (16, 1792, FewRowsConfig(2, 8, 3, 4)),
@@ -271,9 +276,9 @@ def interpreted(monkeypatch):
     """Run kernels in interpret mode, without race detection.
 
     JAX 0.12 interprets only accumulators that start at zero. The fixture therefore patches
-    `continue_accumulation` to add the initial values after the products. Race detection would
-    report a false race: it remembers only the last arrival at a barrier, and scales have two
-    readers.
+    `continue_accumulation` to add the initial values after the products. Race detection remembers
+    only the last arrival at a barrier. If two warpgroups read the same scales, race detection would
+    therefore report a false race with the first reader.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
@@ -292,7 +297,10 @@ def interpreted(monkeypatch):
 
 
 def _is_default(case, grouped, gated):
-    """Return whether the default tier tests this combination: one combination per case."""
+    """Return whether the default tier (pytest without `--tier full`) tests a combination.
+
+    For each case, the default tier tests one combination of `grouped` and `gated`.
+    """
     index = FEW.index(case)
     return grouped == (index >= 4 or index % 2 == 0) and gated == (index in (1, 3, 5, 7))
 
@@ -314,7 +322,9 @@ def test_hopper_fp8_gemm_of_few_rows_matches_reference(case, grouped, gated):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "config"), [*FEW, DEEP])
-def test_hopper_fp8_gemm_of_few_rows_on_a_gpu(rows, depth, config, grouped, gated):
+def test_hopper_fp8_gemm_of_few_rows_matches_reference_on_a_gpu(
+    rows, depth, config, grouped, gated
+):
     kind = jax.devices()[0].device_kind
     if not is_hopper(kind):
         pytest.skip(f"{kind} is not a Hopper GPU")
@@ -423,10 +433,11 @@ def test_quantization_lowers_to_one_kernel_with_and_without_a_norm(depth, groupe
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full), 32, 300])
 def test_fp8_gemms_of_cublas_need_a_recent_gpu_and_aligned_sizes(rows, kind, depth, is_direct):
-    """cuBLASLt multiplies FP8 matrices if both dimensions of the weight are multiples of 16.
+    """On a recent GPU, cuBLASLt multiplies FP8 matrices if both dimensions of the weight are
+    multiples of 16. For cuBLASLt, the op pads the number of rows of `x` to a multiple of 16.
 
-    The op then pads the rows to a multiple of 16. Otherwise the op converts both matrices to
-    bfloat16 before the GEMM.
+    For a weight of another size, or on an older GPU, the op converts both matrices to bfloat16
+    before the GEMM.
     """
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     x, weight = (jax.ShapeDtypeStruct((n, depth), FP8) for n in (rows, 48))

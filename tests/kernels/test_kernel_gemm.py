@@ -33,9 +33,11 @@ CASES = [
 def races_raise():
     """Run kernels in interpret mode, and raise if a kernel has a race on shared memory.
 
-    Not every race is found: a copy into a stage may start before all readers of the stage are done.
-    The fixture needs JAX 0.12: in JAX 0.11, interpret mode requires that a kernel waits for every
-    phase of a barrier. The kernels do not wait for the last phases of the "stage is empty" barrier.
+    Race detection misses some races. For example, it does not notice a loader that overwrites a
+    pipeline stage before all consumers have read the stage.
+
+    The fixture needs JAX 0.12. JAX 0.11 requires that a kernel waits for every phase of a barrier,
+    but the loader of these kernels does not wait for the consumers to read the last stages.
     """
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")

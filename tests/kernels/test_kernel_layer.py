@@ -161,7 +161,7 @@ def choose(**changes):
     return hopper.layer_plan(facts.pop("sizes"), **facts)
 
 
-def test_fused_layer_needs_hopper_and_small_steps():
+def test_layer_is_fused_only_for_8_bfloat16_rows_and_small_widths_on_hopper():
     assert choose() == hopper.LayerPlan(QWEN, 132, num_stages=12)
     for change in (
         {"num_tokens": 16},
@@ -213,7 +213,7 @@ def test_fused_layer_errors_name_the_wrong_argument():
             layer_op.check_fused_layer(*given)
 
 
-def test_fused_layer_refuses_an_exchange_array_of_a_wrong_size():
+def test_fused_layer_refuses_a_workspace_of_the_wrong_size():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
     run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")

@@ -141,8 +141,9 @@ def test_ops_over_a_float8_pool_lower_to_the_expected_kernels(dtype, head_size):
         assert sorted(_kernels(function, *arguments)) == expected, name
 
 
-def test_float8_prompts_too_large_to_convert_use_the_triton_kernel():
-    """Tables of 1,024 columns may have more blocks than the buffer for converted blocks holds."""
+def test_fp8_prefill_with_too_many_blocks_to_convert_includes_the_triton_kernel():
+    """The Hopper kernel reads FP8 blocks of the KV cache from a buffer of converted blocks. Block
+    tables of 1,024 columns may list more blocks than the buffer holds."""
     kv = _pool(F8, P, S, 8, 128)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     for width, num_triton in ((29, 1), (1024, 2)):
@@ -228,7 +229,7 @@ def test_hopper_prefill_lowers_for_head_groups_and_block_sizes(heads, block_size
     ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
 )
 @pytest.mark.parametrize("function", [split_k_gemm, gated_gemm])
-def test_gemms_of_few_rows_lower_to_hopper_kernels(function, rows, width):
+def test_hopper_kernel_computes_gemms_with_few_rows(function, rows, width):
     weight = (640, width) if function is split_k_gemm else (640, 2, width)
     run = partial(function, backend=Backend.TRITON)
     arguments = _floats(BF16, rows, 640), _floats(BF16, *weight)
@@ -243,7 +244,7 @@ def test_gemms_of_few_rows_lower_to_hopper_kernels(function, rows, width):
         *((*sizes, "gated_gemm_hopper") for sizes in ((256, 14336), (2048, 3072), (8192, 14336))),
     ],
 )
-def test_gated_gemms_of_many_rows_lower_to_hopper_kernels(rows, width, kernel):
+def test_hopper_kernel_computes_gated_gemms_with_many_rows(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
     run = partial(gated_gemm, backend=Backend.TRITON)
     text = lower(run, *arguments)
@@ -284,8 +285,9 @@ def test_experts_lower_to_two_gemms_and_small_kernels(num_tokens, case):
 
     text = lower(run, *arguments, device=device)
     # Three small kernels choose experts, list tiles and sum rows. If the GEMMs are Triton kernels,
-    # a fourth small kernel gathers the rows of the first GEMM. With few pairs (token, choice), one
-    # more kernel sorts the pairs, and XLA runs no other kernel.
+    # a fourth small kernel gathers the rows of the first GEMM. One more small kernel sorts the
+    # pairs (token, chosen expert). If there are more than `MAX_SORTED_PAIRS` pairs, XLA sorts the
+    # pairs instead.
     few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
     num_small = (3 if gemm == "mosaic_gpu" else 4) + few_pairs
     assert (re.search(r"stablehlo\.(sort|scatter|add|select|compare)", text) is None) == few_pairs
@@ -331,7 +333,9 @@ def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, c
         ]
 
     text = lower(run, *arguments, device=device)
-    # The small kernels choose experts, sort few pairs, pack tiles and sum rows.
+    # The small kernels choose experts, pack tiles and sum rows. One more small kernel sorts the
+    # pairs (token, chosen expert). If there are more than `MAX_SORTED_PAIRS` pairs, XLA sorts the
+    # pairs instead.
     few_pairs = num_tokens * 4 <= MAX_SORTED_PAIRS
     kernels = ["triton"] * (1 + few_pairs) + (
         [kernel, kernel, "triton", "triton"] if kernel else []
@@ -353,7 +357,7 @@ def test_truncation_lowers_to_five_kernels(width):
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
-def test_scores_lower_to_two_kernels(width):
+def test_token_scores_and_greedy_scores_each_lower_to_two_kernels(width):
     logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
     options = {"count": 20, "backend": Backend.TRITON}
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)

@@ -73,7 +73,7 @@ def test_scores_match_sorted_reference(width, backend):
 
 
 @pytest.mark.parametrize("width", [5, 4099])
-def test_requested_rows_report_logits_instead_of_logprobs(width, backend):
+def test_each_row_can_return_logits_instead_of_logprobs(width, backend):
     logits, reports_logits = _logits(width), np.array([True, False, False, True])
     logits[3, 1:4] = -np.inf
     _check(logits, [0, width - 1, 3, 2], 4, backend, reports_logits)
@@ -86,7 +86,8 @@ def test_requested_rows_report_logits_instead_of_logprobs(width, backend):
 
 
 def test_tokens_with_equal_logits_are_ordered_by_id(backend):
-    """Equal logits are in one block, in several blocks, in several chunks, and in the whole row."""
+    """Equal logits are in one block, in different blocks or in different chunks of the vocabulary.
+    In one row, all logits are equal."""
     logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
     logits[1] = 7.0
     logits[2, [4098, 4095, 4096, 127, 128, 3, 2000]] = 99.0
@@ -107,7 +108,7 @@ def test_forbidden_tokens_come_last_in_order_of_id(backend):
             st.integers(-3, 3).map(float),  # many ties
             st.floats(-60, 60, width=32, allow_subnormal=False),
             st.sampled_from([-np.inf, 1e30, -1e30]),
-            # The addition turns -0.0 into 0.0, because the sort of the reference treats both alike.
+            # Adding 0.0 turns -0.0 into 0.0. The op ranks 0.0 above -0.0, unlike the reference.
         ).map(lambda x: x + 0.0),
         min_size=150,
         max_size=150,
@@ -137,7 +138,7 @@ def test_scored_rows_do_not_depend_on_other_rows(backend):
         np.testing.assert_array_equal(part[wanted], whole[wanted])
 
 
-def test_scores_with_count_zero_contain_only_the_chosen_token():
+def test_scores_with_zero_top_tokens_contain_only_the_chosen_token():
     packed = _run_scores(_logits(40), [1] * B, 0, Backend.XLA)
     assert packed.shape == (B, NUM_TOKEN_COLUMNS)
     with pytest.raises(ValueError, match="count=-1 is negative"):

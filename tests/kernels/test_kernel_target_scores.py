@@ -12,15 +12,18 @@ from pallas_kernels import Backend, target_scores
 from pallas_kernels.target_scores import xla
 from tests.reference import kernels as reference
 
-# Sizes of the vocabulary: less than a slice of 256 tokens, whole slices, and a last slice of one
-# token. The Hopper kernel takes the multiples of 8; its last tile has 256, 128, 8 or 136 tokens.
+# Vocabulary sizes. The XLA code handles slices of 256 tokens: 5 tokens are less than one slice, and
+# 769 tokens are three slices and one more token. The Hopper kernel needs multiples of 8, so the
+# kernel runs only with 256, 384, 520 and 648 tokens. For these sizes, the last tile of the kernel
+# has 256, 128, 8 and 136 tokens.
 WIDTHS = (5, 256, 300, 384, 520, 648, 769)
 
 
 def run(dtype, rows, width, *, depth=128, soft_cap=None, backend):
     """Return the op's scores of random rows, and the scores that the reference computes.
 
-    Some targets are the first or last token of a slice or of the vocabulary, or outside it.
+    Some targets are the first or last token of the vocabulary or of a slice. Other targets are
+    outside the vocabulary.
     """
     rng = np.random.default_rng(width + rows)
     x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)

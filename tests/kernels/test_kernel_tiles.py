@@ -43,7 +43,7 @@ def test_tile_map_puts_every_query_row_in_exactly_one_tile(tile_size, seed):
 
 
 @pytest.mark.parametrize(("seed", "window"), covering(range(4), [8, 32], strength=1))
-def test_window_map_puts_every_query_row_in_exactly_one_tile(window, seed):
+def test_tiles_in_aligned_row_ranges_contain_every_query_row_exactly_once(window, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = window_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, window
@@ -68,7 +68,8 @@ def test_window_map_puts_every_query_row_in_exactly_one_tile(window, seed):
     covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
 def test_leading_decode_rows_get_no_prefill_tile(query_lens, tile_size):
-    """All rows after the leading decode rows are in exactly one tile of each kind of map."""
+    """Each row after the leading decode rows is in one tile of `tile_map`, and in one tile of
+    `window_map`."""
     batch = len(query_lens)
     num_decode_rows = next((i for i, n in enumerate(query_lens) if n != 1), batch)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

@@ -190,7 +190,7 @@ def test_top_p_threshold_does_not_depend_on_the_batch(part, backend):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_row_with_nan_or_infinity_changes_no_other_row(bad, backend):
-    """The search for a threshold must also end in the row with NaN or infinity."""
+    """The search for a threshold must terminate even for the row with NaN or infinity."""
     logits = np.random.RandomState(2).randn(B, V).astype(np.float32)
     for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
         clean = _kept(logits, [one] * B, backend)

@@ -130,7 +130,7 @@ def test_hopper_prefill_is_chosen_only_if_supported():
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
-def test_buffer_for_converted_fp8_blocks_fits_the_tokens_of_a_step(num_tokens):
+def test_buffer_for_converted_fp8_kv_blocks_grows_with_the_number_of_tokens(num_tokens):
     facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
     config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
     assert config.max_blocks == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
@@ -152,9 +152,9 @@ def test_hopper_gemm_splits_give_at_most_one_program_per_sm():
     assert tiles == [8, 64, 48, 64, 96, 128]
     # The GEMM needs 96 programs. With tiles of 64 rows, it would need 192.
     assert _few_rows(128, 1024, 6144).tile_rows == 128
-    # A depth of 320 is 5 steps of 64. An odd number of steps cannot be split.
+    # A K dimension of 320 is 5 steps of 64. An odd number of steps cannot be split.
     assert _few_rows(64, 320, 1024).num_splits == 1
-    assert _few_rows(64, 512, 64).num_splits == 4  # Each split must have a depth of at least 128.
+    assert _few_rows(64, 512, 64).num_splits == 4  # At least 128 per split.
 
 
 def test_hopper_gemm_reads_a_large_weight_once():
@@ -216,8 +216,8 @@ def test_hopper_gemm_is_chosen_for_few_rows_on_hopper():
     sizes += [(64, 0, 64), (64, 1024, 0), (64, 0, 0)]
     assert [_few_rows(*size) for size in sizes] == [None] * len(sizes)
     assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
-    # For more than 128 rows, weights with over 2**23 numbers use XLA's GEMM. The gate weight and
-    # the up weight have 2**24 numbers together.
+    # The gate weight and the up weight have 2**24 numbers in total. For more than 128 rows, XLA
+    # computes GEMMs whose weights have more than 2**23 numbers in total.
     assert _few_rows(192, 2048, 4096, num_factors=2) is None
 
 
@@ -232,9 +232,10 @@ def test_hopper_gated_gemm_of_many_rows_runs_only_if_it_keeps_sms_busy():
         [rows for rows in counts if _gated_gemm(rows, *shape)]
         for shape in ((4096, 14336), (1024, 3072))
     )
-    # The wide GEMM has at least 112 tiles with any number of rows.
+    # With a width of 14,336, the GEMM has at least 112 tiles for any number of rows.
     assert wide == [*counts]
-    # With other numbers of rows, the narrow GEMM would leave many SMs idle in the last round.
+    # With a width of 3,072 and fewer than 2,048 rows, many of the 132 SMs would be idle while the
+    # other SMs compute the last tiles.
     assert narrow == [2048, 3072, 4096, 6144, 8192]
 
 
@@ -251,7 +252,7 @@ def test_hopper_gated_gemm_of_many_rows_needs_whole_tiles():
     assert [_gated_gemm(*size) for size in sizes] == [None] * len(sizes)
 
 
-def test_gemm_splits_divide_the_depth():
+def test_k_dimension_is_a_multiple_of_the_number_of_gemm_splits():
     for depth in (32, 80, 768, 2560):
         count = gemm_tuning.num_splits(GemmProblem(8, depth, 1024, itemsize=2))
         assert depth % count == 0

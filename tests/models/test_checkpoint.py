@@ -114,7 +114,7 @@ def test_a_failed_download_names_its_cause_and_remedy(
     assert ("network" in message) == complaint.startswith("could not reach")
 
 
-def test_check_model_downloads_only_the_config_once(tmp_path, monkeypatch):
+def test_check_model_downloads_config_json_once_and_no_other_file(tmp_path, monkeypatch):
     fetched, cached = [], {}
 
     def fetch(repo_id, *, allow_patterns):
@@ -212,7 +212,7 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_fifo_and_device_files_are_refused(tmp_path, name, make):
-    # a FIFO or device is ignored if its name is not that of a checkpoint file
+    # A FIFO or a device file is refused only if it has the name of a checkpoint file.
     make(tmp_path / "cache.sock")
     assert resolve_checkpoint(tmp_path) == tmp_path
     make(tmp_path / name)

@@ -76,14 +76,14 @@ def through_transformers(config: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", OLD_FILES)
-def test_old_config_files_are_read_like_transformers_5(name):
+def test_old_config_files_give_the_same_model_config_as_transformers_5_files(name):
     new = through_transformers(OLD_FILES[name])
     assert "rope_scaling" not in new
     assert read_model_config(OLD_FILES[name]) == read_model_config(new)
 
 
 @pytest.mark.parametrize("name", [n for n in OLD_FILES if "qwen" in n and "moe" not in n])
-def test_sliding_windows_equal_transformers_layer_types(name):
+def test_sliding_window_of_each_layer_is_the_same_as_in_transformers(name):
     theirs = through_transformers(OLD_FILES[name])
     window = {"full_attention": None, "sliding_attention": theirs["sliding_window"]}
     expected = tuple(window[kind] for kind in theirs["layer_types"])
@@ -192,7 +192,7 @@ def test_missing_eos_token_id_gets_the_default_of_the_model_family():
         (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types", "3 layers"),
         (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types", "sliding_attention"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": None},
-         "max_window_layers=None", "an integer from 0"),
+         "max_window_layers=None", "an integer of at least 0"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0", "from 1"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size='64'", "integers from 1 to 1048576"),
         (LLAMA | {"num_hidden_layers": 1025}, "num_hidden_layers=1025", "integers from 1 to 1024"),
@@ -279,8 +279,8 @@ def test_missing_rope_factors_are_refused(kind):
 
 
 @pytest.mark.parametrize(("also", "found"), [({}, 256), ({"max_sequence_length": 1024}, 1024)])
-def test_linear_rope_scaling_multiplies_max_position_embeddings(also, found):
-    """`max_sequence_length`, which the configs of Vicuna have, replaces the multiplied number."""
+def test_max_sequence_length_counts_only_with_linear_rope_scaling(also, found):
+    """The configs of Vicuna give the number of positions after scaling in `max_sequence_length`."""
     scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
     assert read_model_config(LLAMA | also).max_position_embeddings == 256

@@ -19,7 +19,7 @@ MORE_CASES = ("gpt2", "llama3-biases", "mistral-window", "qwen2-layer-types")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)]
 )
-def test_contiguous_greedy_tokens_equal_transformers(case: str):
+def test_greedy_tokens_with_a_contiguous_kv_cache_equal_transformers(case: str):
     rng, model = np.random.RandomState(3), Model(ours(case))
     prompts = [rng.randint(2, 97, n).tolist() for n in rng.randint(1, 60, NUM_REQUESTS)]
     most = rng.randint(1, MAX_TOKENS + 1, NUM_REQUESTS).tolist()

@@ -41,7 +41,7 @@ def read(folder: Path, kind: str | None = None) -> ModelConfig:
 
 
 def load(folder: Path, kind: str | ModelConfig | None = None, **options: Any) -> Decoder:
-    """Load a checkpoint. `kind` is the argument `kind` of `read`, or the config itself."""
+    """Load a checkpoint. Use `kind` as the config if it is a config, else `read(folder, kind)`."""
     config = kind if isinstance(kind, ModelConfig) else read(folder, kind)
     model = plan_model(folder, config, dtype=jnp.float32, **options).load()
     assert isinstance(model, Decoder)
@@ -130,7 +130,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> float:
         pytest.param("loaded", True, {}, marks=pytest.mark.full),
     ],
 )
-def test_fp8_experts_compute_the_values_of_their_checkpoint(
+def test_fp8_experts_load_exact_weights_and_compute_the_expected_outputs(
     tmp_path, monkeypatch, kind, is_stacked, fields
 ):
     if is_stacked:

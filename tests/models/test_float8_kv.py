@@ -45,7 +45,8 @@ def narrow(case: str, scales: tuple[float, float]) -> Decoder:
 
 
 def logits_of(model: Decoder, pool_dtype: Any = jnp.float8_e4m3fn) -> np.ndarray:
-    """Return the logits of every token of a prompt in two chunks and of four decode steps."""
+    """Return the logits of every token of a sequence. The model computes the prompt in two chunks,
+    and the last four tokens in four decode steps."""
     harness, sequence = Harness(model, pool_dtype=pool_dtype), PagedSequence(TOKENS)
     chunks = [NUM_TOKENS - 9, 9, 1, 1, 1, 1]
     return np.concatenate([harness.step([(sequence, n)])[0] for n in chunks])
@@ -121,7 +122,9 @@ SCALES = (0.03, 0.4)
         keep=lambda case, scales: scales == SCALES and case in OF_ALL_OPTIONS,
     ),
 )
-def test_float8_pool_logits_equal_those_of_rounded_kv(case: str, scales: tuple[float, float]):
+def test_logits_with_a_float8_kv_cache_equal_logits_with_rounded_keys_and_values(
+    case: str, scales: tuple[float, float]
+):
     got = logits_of(narrow(case, scales))
     assert distance(got, slow_logits(ours(case), scales)) <= BOUND
 

@@ -65,7 +65,9 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     ("weights", "rows"),
     [*itertools.product(["channel", "tensor"], ["token", "static"]), ("block", "group")],
 )
-def test_compressed_tensors_checkpoint_gives_the_logits_of_the_library(tmp_path, weights, rows):
+def test_checkpoint_gives_the_same_logits_as_the_compressed_tensors_library(
+    tmp_path, weights, rows
+):
     model = random_model(**(WIDE if weights == "block" else SMALL))
     expected = made.compressed(model, tmp_path, weights, rows)
     ours = load(tmp_path)
@@ -217,7 +219,7 @@ def dense(layer: DecoderLayer) -> FeedForward:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_published_layout_dequantizes_to_its_original_values(tmp_path, name):
+def test_weights_of_published_fp8_checkpoint_formats_dequantize_exactly(tmp_path, name):
     model = published(tmp_path, name)
     ours = load(tmp_path)
     for index, layer in enumerate(ours.layers):
@@ -292,7 +294,8 @@ def test_hf_quant_config_file_of_modelopt_is_read(tmp_path):
 
 
 def with_kv_scales(folder: Path, scales: dict[str, float]) -> None:
-    """Write a checkpoint with these scales in layer 0, and a config that declares them."""
+    """Write a checkpoint with the KV scales `scales` in layer 0. Its config declares an FP8 KV
+    cache."""
     published(folder, "ModelOpt")
     more = {f"model.layers.0.{name}": torch.tensor(value) for name, value in scales.items()}
     change_tensors(folder, lambda tensors: tensors.update(more))

@@ -23,7 +23,7 @@ from jpaged.models.loader import model_parameters
 from jpaged.runtime.fused_layers import fused_layer_weights
 
 
-def test_only_four_model_files_access_weight_arrays():
+def test_only_four_python_files_of_jpaged_use_the_attribute_weight():
     root = Path(jpaged.__file__).parent
     found = set()
     for file in root.rglob("*.py"):

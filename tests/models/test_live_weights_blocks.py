@@ -1,6 +1,6 @@
 """Test weight updates that the device quantizes to FP8 with one scale per block of 128 x 128.
 
-Every parameter must have the bits of a checkpoint that plain numpy has quantized.
+Every parameter must equal, bit for bit, the parameter of a checkpoint quantized with numpy.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ Tensors = dict[str, np.ndarray]
 
 
 class Checkpoint:
-    """A random checkpoint in bfloat16, and the same weights as numpy quantizes them.
+    """A random checkpoint in bfloat16, and its copy that numpy quantized to FP8.
 
     Layer 0 has a dense feed-forward, and layer 1 has experts.
 
@@ -90,16 +90,16 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("edges"), EDGES)
 
 
-def test_device_quantizes_blocks_with_the_bits_of_numpy(edges: Checkpoint):
+def test_device_and_numpy_quantize_blocks_to_identical_bits(edges: Checkpoint):
     edges.check(on_device(edges.tensors))
 
 
-def test_each_part_of_a_fused_state_begins_with_a_new_block(edges: Checkpoint):
+def test_q_k_and_v_of_a_fused_projection_have_separate_scale_blocks(edges: Checkpoint):
     edges.check(edges.state())
 
 
 @pytest.mark.full
-def test_folder_of_unquantized_files_is_quantized_in_blocks(edges: Checkpoint):
+def test_weights_loaded_from_a_bfloat16_folder_get_one_fp8_scale_per_block(edges: Checkpoint):
     edges.check(edges.float_folder)
 
 
@@ -120,7 +120,7 @@ def test_float32_arrays_are_quantized_without_a_cast_to_the_dtype_of_the_engine(
 
 
 @pytest.mark.full
-def test_stacked_experts_are_quantized_in_blocks_that_do_not_span_gate_and_up(edges: Checkpoint):
+def test_gate_and_up_of_stacked_experts_have_separate_scale_blocks(edges: Checkpoint):
     tensors = dict(edges.tensors)
     made.stack(tensors)
     assert "model.layers.1.mlp.experts.gate_up_proj" in tensors
@@ -133,14 +133,14 @@ def test_each_device_gets_its_shard_of_blocks_and_scales(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_devices_quantize_states_and_folders_in_blocks(tmp_path: Path):
+def test_two_devices_quantize_weights_from_an_nnx_state_or_a_folder(tmp_path: Path):
     checkpoint = Checkpoint(tmp_path, SPLIT, count=2)
     checkpoint.check(nnx.to_pure_dict(checkpoint.state()))
     checkpoint.check(checkpoint.float_folder)
 
 
 @pytest.mark.full
-def test_devices_with_whole_experts_quantize_them_in_blocks(tmp_path: Path):
+def test_expert_parallel_devices_quantize_experts_with_one_scale_per_block(tmp_path: Path):
     sizes = SPLIT | {"moe_intermediate_size": 144}
     checkpoint = Checkpoint(tmp_path, sizes, count=2, by_expert=True)
     checkpoint.check(on_device(checkpoint.tensors))
@@ -148,7 +148,7 @@ def test_devices_with_whole_experts_quantize_them_in_blocks(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_quantized_state_replaces_the_state_of_the_engine(edges: Checkpoint):
+def test_already_quantized_nnx_state_replaces_the_weights_of_the_engine(edges: Checkpoint):
     plan = edges.plan(edges.fp8_folder)
     edges.check(nnx.state(plan.load()))
 

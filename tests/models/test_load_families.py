@@ -92,7 +92,7 @@ def load(folder, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("scaled", "load_format", "num_devices"), covering([True, False], ["auto", "dummy"], [2, 1])
 )
-def test_kv_scales_come_from_the_checkpoint_or_are_one(
+def test_kv_scales_come_from_the_checkpoint_or_default_to_1(
     tmp_path, monkeypatch, scaled, load_format, num_devices
 ):
     if num_devices > jax.device_count():

@@ -28,8 +28,10 @@ def assert_close(case: str, tokens: list[int], got: np.ndarray) -> None:
 
 
 def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
-    """Choose random work for a step. Return pairs of a sequence and the number of its next tokens
-    to compute, which is often one."""
+    """Choose random work for one step, and return a list of pairs (sequence, number of tokens).
+
+    The step computes that number of the sequence's next tokens. The number is often one.
+    """
     budget, work = NUM_TOKENS, []
     for sequence in random.permutation(np.array(sequences, object)):
         most = min(sequence.remaining, budget)

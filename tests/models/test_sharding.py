@@ -90,7 +90,9 @@ def test_each_device_holds_its_own_query_key_and_value_heads():
     ],
     ids=["heads", "scale blocks"],
 )
-def test_more_devices_than_kv_heads_share_kv_heads(count: int, parts: list, starts: list):
+def test_kv_heads_are_replicated_if_there_are_more_devices_than_kv_heads(
+    count: int, parts: list, starts: list
+):
     whole, local = (sum(sizes) for sizes in zip(*parts, strict=True))
     held = [
         [it.unsharded_start[0] for it in shard_slices((whole,), (local,), index, count, parts)]

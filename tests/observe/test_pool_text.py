@@ -41,7 +41,7 @@ def test_each_state_of_a_block_has_a_different_mark():
     assert lines == [f"pool      {LEGEND}", "        1 #+3*Po."]
 
 
-def test_consecutive_free_lines_are_drawn_as_one_line():
+def test_consecutive_rows_of_free_blocks_are_drawn_as_one_line():
     lines = draw_blocks(pool_of(FULL, *[FREE] * 200, CACHED, *[FREE] * 100), 4)
     assert lines[1:] == [
         "        1 #" + "." * 63,
@@ -53,11 +53,11 @@ def test_consecutive_free_lines_are_drawn_as_one_line():
     assert draw_blocks(pool_of(*[FREE] * 70_000), 4)[1:] == ["      ... 70,000 free"]
 
 
-def test_pool_of_at_most_16_lines_is_drawn_completely():
+def test_every_block_is_drawn_if_the_drawing_has_at_most_16_lines():
     assert draw_blocks(pool_of(*[FULL] * 1024), 4)[-1] == "      961 " + "#" * 64
 
 
-def test_blocks_after_16_lines_are_counted_by_state():
+def test_blocks_that_do_not_fit_in_16_lines_are_counted_by_state():
     lines = draw_blocks(pool_of(*[FREE] * 640, *[FULL] * 1000, *[CACHED] * 30, FREE), 4)
     assert len(lines) == 1 + 16
     assert lines[1:3] == ["      ... 640 free", "      641 " + "#" * 64]
@@ -99,7 +99,9 @@ def stats(num_used: int) -> EngineStats:
     return EngineStats(block_size=4, num_blocks=9, num_free_blocks=9 - num_used, peak_used_blocks=9)
 
 
-def test_busy_pool_sampler_keeps_the_last_busy_state(monkeypatch: pytest.MonkeyPatch):
+def test_block_map_is_refreshed_only_after_changes_and_at_a_limited_rate(
+    monkeypatch: pytest.MonkeyPatch,
+):
     engine: Any = FakeEngine()
     monkeypatch.setattr(pool_text.time, "perf_counter", lambda: engine.now)
     pool = BusyPoolSampler(engine)

@@ -1,6 +1,7 @@
-"""Check in a package's environment that an engine generates the tokens of the package's forward.
+"""Check that an engine generates the tokens that a training package's own model predicts.
 
-Usage: `python check_adapter.py MODULE`, with a module of `examples` and jpaged in PYTHONPATH.
+Run this script in an environment in which the package is installed, with jpaged in PYTHONPATH.
+Usage: `python check_adapter.py MODULE`, where MODULE is a module of `examples`.
 """
 
 import importlib
@@ -17,7 +18,13 @@ PROMPTS, NUM_TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 
 
 
 def main(name: str) -> None:
-    """Compare greedy tokens and log-probabilities of the engine with those of the package."""
+    """Check that the engine and the training package's model give the same greedy tokens.
+
+    The function also compares the log-probabilities of the tokens.
+
+    Args:
+        name: Name of a module of `examples`, such as "tunix_qwen3".
+    """
     module = importlib.import_module(f"examples.{name}")
     settings = dict(jax.config.values)
     own = module.small_model()

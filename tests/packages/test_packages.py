@@ -28,9 +28,7 @@ def find_python(version: str) -> str | None:
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("example", CASES)
-def test_engine_generates_the_same_tokens_as_the_forward_function_of_the_package(
-    example: str, tmp_path: Path
-):
+def test_engine_and_training_package_give_the_same_greedy_tokens(example: str, tmp_path: Path):
     version, package = CASES[example]
     if (python := find_python(version)) is None:
         pytest.skip(f"needs Python {version}")

@@ -17,17 +17,18 @@ ParsedParts = list[tuple[str, ...]]
 
 
 def parse_chunks(pieces: Iterable[str], **options: Any) -> ParsedParts:
-    """Parse the chunks `pieces` of an answer. Return the parts of the answer, with adjacent events
-    of a part joined."""
+    """Parse a model's output, which arrives in the chunks `pieces`. Return content, reasoning and
+    tool calls as `join_events` does."""
     parser = AnswerParser(**options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return join_events(events + parser.end())
 
 
 def join_events(events: list[ParserEvent]) -> ParsedParts:
-    """Merge the events of an answer into parts (content, reasoning, calls), and return the parts.
+    """Join the parser's events into content, reasoning and tool calls, and return these in order.
 
-    The returned calls contain no ids. The function checks that the events of calls are in order.
+    Each returned item is ("content", text), ("reasoning", text) or ("call", name, arguments). The
+    function checks that the events of tool calls are in order.
     """
     parts: ParsedParts = []
     open_call, num_calls, ids = None, 0, set[str]()

@@ -13,8 +13,8 @@ OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</th
 HELLO, THOUGHT = ("content", "Hello <b>!\n"), ("reasoning", "So, 2 < 3.\n\nYes")
 
 TRANSCRIPTS: list[tuple[str, str, str, ParsedParts]] = [
-    # Qwen3 writes both tags, or its chat template has opened or skipped the reasoning in the
-    # prompt.
+    # The opening tag may be in Qwen3's answer or at the end of the prompt. The prompt may also end
+    # with empty reasoning.
     ("qwen3", "", "<think>\nSo, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", "", "\n<think>So, 2 < 3.\n\nYes</think>Hello <b>!\n", [THOUGHT, HELLO]),
     ("qwen3", OPENED, "So, 2 < 3.\n\nYes\n</think>\n\nHello <b>!\n", [THOUGHT, HELLO]),

@@ -250,7 +250,7 @@ def test_total_size_of_tool_schemas_is_bounded():
     long = [tool(f"f{i}", {"properties": {}, "description": "x" * 2000}) for i in range(40)]
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("hermes", long)
-    call_grammar("qwen3_xml", long)  # the grammar of this family contains no descriptions
+    call_grammar("qwen3_xml", long)  # this grammar contains no schema descriptions
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("qwen3_xml", [tool(f"f{i}", schema) for i in range(10)])
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters has \d+ characters"):

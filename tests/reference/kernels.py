@@ -74,7 +74,7 @@ def paired(numbers):
 
 
 def unpaired(pool):
-    """Return the numbers of a pool. Each element of a uint16 pool holds two FP8 numbers."""
+    """Return a pool with one number per element. A uint16 pool has two FP8 numbers per element."""
     pool = np.asarray(pool)
     return pool.view(ml_dtypes.float8_e4m3fn) if pool.dtype == np.uint16 else pool
 
@@ -119,8 +119,10 @@ def rope_decode_attention(
 
 
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
-    """Return the normalized sums and the sums. A sum is a row of `hidden` plus the partials of
-    `update`."""
+    """Return RMS-normalized rows [T, D], and the rows before normalization.
+
+    The rows before normalization are `hidden` plus the sum of `update` [P, T, D] over axis 0.
+    """
     total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)
     normed = np.zeros_like(total)
     for t, row in enumerate(total):
@@ -147,7 +149,7 @@ def to_fp8(x, scale):
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     usable = np.isfinite(numbers)
     numbers, bits = numbers[usable], bits[usable]
-    # Divide in float32 as the ops do, because the quotient decides what is a tie.
+    # Divide in float32, as the ops do. A float64 quotient may round to another FP8 number.
     scaled = np.asarray(x, np.float32) / np.asarray(scale, np.float32)
     distance = np.abs(scaled.astype(np.float64)[..., None] - numbers)
     tied = distance == distance.min(-1, keepdims=True)
@@ -211,8 +213,11 @@ def _kept(row, temperature, min_p, top_p, top_k):
 
 
 def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """Return the adjusted logits. `words` is `Adjustments.token_state`, `rows` is its `state_rows`,
-    and `kinds` is its `row_flags`."""
+    """Return the adjusted logits.
+
+    The other parameters are fields of `Adjustments`: `words` is the field `token_state`, `rows` is
+    `state_rows`, and `kinds` is `row_flags`.
+    """
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
@@ -335,7 +340,11 @@ def route(
 
 
 def experts(x, gate_up, down, weights, chosen):
-    """Return the weighted sum of the experts of each token. Expert E stands for no expert."""
+    """Return the weighted sum [T, D] of the outputs of each token's k experts.
+
+    `chosen` [T, k] contains expert ids from 0 to E - 1. The number E marks an unused entry, which
+    adds nothing.
+    """
     x, gate_up, down = (np.asarray(each, np.float64) for each in (x, gate_up, down))
     out = np.zeros(x.shape)
     for t, row in enumerate(x):
@@ -349,8 +358,9 @@ def experts(x, gate_up, down, weights, chosen):
 def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
     """Return silu(gate) * up [T, k, F] of the k experts of each token.
 
-    Expert E stands for no expert; its rows are zeros. The matrices are in FP8, and each number of
-    a matrix has a scale.
+    `chosen` [T, k] contains expert ids from 0 to E - 1. The number E marks an unused entry, whose
+    row is zeros. `x` and `weight` are in FP8. `x_scale` has the shape of `x`, and `weight_scale`
+    has the shape of `weight`.
     """
     out = np.zeros((*np.shape(chosen), weight.shape[1] // 2))
     for t, c in np.ndindex(*np.shape(chosen)):
@@ -363,8 +373,9 @@ def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
 def scaled_expert_down_gemm(x, weight, x_scale, weight_scale, weights, chosen):
     """Return the weighted sum of the down projections [T, D] of each token's k experts.
 
-    `x` [T, k, F] has a row for each token and expert. Expert E stands for no expert; its rows are
-    ignored. The matrices are in FP8, and each number of a matrix has a scale.
+    `x` [T, k, F] has a row for each token and expert. `chosen` [T, k] contains expert ids from 0 to
+    E - 1. The number E marks an unused entry, whose row is ignored. `x` and `weight` are in FP8.
+    `x_scale` has the shape of `x`, and `weight_scale` has the shape of `weight`.
     """
     out = np.zeros((len(x), weight.shape[1]))
     for t, c in np.ndindex(*np.shape(chosen)):

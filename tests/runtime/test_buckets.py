@@ -4,7 +4,7 @@ from jpaged.core.plan import SchedulingGoal
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
-def test_at_most_half_of_a_decode_batch_of_nine_or_more_is_padding():
+def test_each_compiled_decode_batch_size_is_at_most_twice_the_previous_size():
     buckets = make_buckets(256, 8192).decode_batch_sizes
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
     assert make_buckets(1, 64).decode_batch_sizes == (8,)
@@ -45,7 +45,9 @@ def test_multi_step_decode_programs_have_few_batch_sizes_and_limited_rows(
     assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_batch_sizes == sizes
 
 
-def test_large_batches_use_multi_step_decode_only_for_throughput_and_with_little_padding():
+def test_large_batches_use_multi_step_decode_only_for_throughput():
+    """Multi-step decode is compiled for only some batch sizes. Small batches are padded to one of
+    these sizes. A large batch runs single steps if multi-step decode would need extra padding."""
     buckets = make_buckets(256, 8192, burst_steps=4)
 
     def has_burst(goal: SchedulingGoal) -> list[int]:

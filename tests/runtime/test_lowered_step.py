@@ -279,9 +279,9 @@ def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tup
 
 
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
-def test_more_equal_layers_of_a_jax_model_add_only_calls(name: tuple):
+def test_identical_layers_of_a_jax_model_share_lowered_functions(name: tuple):
     few, many = (lowered_with_numpy_rules(fused_jax_recipes(count)[name]) for count in (2, 5))
-    # Each operation of a layer is one call: two norms, three products, gate and up, attention.
+    # A layer has seven calls: two norms, three plain GEMMs, one gated GEMM and one attention.
     assert many.count(" call @") == few.count(" call @") + 3 * 7
     for line in ("func.func private", "stablehlo."):
         assert many.count(line) == few.count(line)
@@ -289,7 +289,7 @@ def test_more_equal_layers_of_a_jax_model_add_only_calls(name: tuple):
     assert found[KERNEL] + found[HOPPER_KERNEL] > added[KERNEL] + added[HOPPER_KERNEL]
 
 
-def test_triton_operations_do_not_search_for_the_module_of_their_dialect(
+def test_lowering_does_not_search_for_the_python_module_of_the_triton_dialect(
     monkeypatch: pytest.MonkeyPatch,
 ):
     searched = []
@@ -465,7 +465,9 @@ WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="
     ],
     ids=["decode", "burst", "prefill", "fused decode", "fused burst"],
 )
-def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDevice):
+def test_exported_step_lowers_to_the_same_text_after_deserialization(
+    name: tuple, device: AbstractDevice
+):
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     with on_gpu(device):
         exported = recipe.exported(("cuda",))
@@ -473,7 +475,8 @@ def test_stored_step_lowers_to_the_same_program(name: tuple, device: AbstractDev
     cold, warm = (
         lowered(recipe, recipe.step_from_export(program)) for program in (exported, loaded)
     )
-    assert warm == cold  # JAX's compilation cache hits only if both texts are equal
+    # JAX compiles the loaded step again if its lowered text differs from the exported step's text.
+    assert warm == cold
     direct = lowered_for_gpu(recipe, device)
     counted = launches(warm)
     assert counted == launches(direct)

@@ -409,7 +409,7 @@ def test_error_during_batch_row_assignment_is_raised_to_the_caller(
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
-def test_small_memory_fragments_are_reserved_only_on_a_gpu(
+def test_memory_is_reserved_for_small_buffers_on_a_gpu_but_not_on_a_cpu(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []

@@ -24,7 +24,7 @@ def test_released_batch_row_is_assigned_again():
 def test_assigning_a_second_batch_row_to_a_sequence_is_refused():
     table = RowTable(3)
     table.assign(10)
-    with pytest.raises(ValueError, match="sequence 10 has device row"):
+    with pytest.raises(ValueError, match="sequence 10 already has row"):
         table.assign(10)
 
 

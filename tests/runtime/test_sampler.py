@@ -89,8 +89,10 @@ def _adjusted(logits, rows, state, row_ids):
 
 
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
-    """Sample `count` tokens from the logits `row`, by default with one seed at positions 0 to
-    `count` - 1."""
+    """Sample `count` tokens from the logits `row`.
+
+    By default, all tokens have the same seed, and token i has position i in its sequence.
+    """
     params = params or SamplingParams()
     words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
     positions = np.arange(count) if positions is None else np.array(positions)
@@ -244,7 +246,7 @@ def test_huge_temperature_keeps_tokens_forbidden():
     assert counts[:4].min() > 900
 
 
-def test_only_allowed_token_is_always_sampled():
+def test_token_is_always_sampled_if_all_other_logits_are_minus_infinity():
     logits = np.where(np.arange(V) == 17, -1e30, -np.inf)
     assert set(_draws(logits, 512)) == {17}
 
@@ -494,7 +496,7 @@ def test_forbidden_tokens_are_never_drawn():
 
 
 def test_sampler_variant_with_logit_adjustments_requires_a_sampling_state():
-    with pytest.raises(ValueError, match="state is None at level ADJUSTED"):
+    with pytest.raises(ValueError, match="state is None, but sampling with ADJUSTED"):
         _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
 
 

@@ -52,8 +52,8 @@ ASKING = [
 def run_on_devices(function: Callable, count: int, logits_out: bool = False) -> Callable:
     """Return a function that runs `function` on `count` devices, each with a shard of the logits.
 
-    The first axis of each result is the device. If `logits_out`, the function returns logits, and
-    the result has the logits of the whole vocabulary.
+    If `logits_out`, `function` returns the logits of one shard, and the result has the logits of
+    the whole vocabulary. Otherwise, the first axis of each result is the device.
     """
     if count > jax.device_count():
         pytest.skip(f"needs {count} devices")

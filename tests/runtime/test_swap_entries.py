@@ -157,7 +157,7 @@ def test_swap_entry_whose_blocks_are_not_needed_is_dropped_without_a_copy(
     assert len(entries) == 0
 
 
-def test_one_step_plan_can_swap_in_several_entries(entries: SwapEntries, pool: Pool):
+def test_one_call_copies_several_swap_entries_back_to_the_pool(entries: SwapEntries, pool: Pool):
     before = contents(pool.state)
     ids = range(1, 2 * MAX_STAGED_CHUNKS)
     for i in ids:
@@ -178,8 +178,8 @@ def test_dropping_a_swap_entry_frees_its_host_memory(entries: SwapEntries, pool:
         swap_out(entries, pool, 1, [3])
 
 
-def test_swap_entries_can_be_swapped_in_in_any_order(entries: SwapEntries, pool: Pool):
-    """The test also performs the random swaps with NumPy arrays, and compares the contents."""
+def test_swap_entries_can_be_swapped_in_or_dropped_in_any_order(entries: SwapEntries, pool: Pool):
+    """Perform random swaps on the pool and on NumPy copies of the pool, and compare the results."""
     rng = np.random.default_rng(3)
     oracle = contents(pool.state)
     out: dict[int, list[np.ndarray]] = {}

@@ -51,8 +51,10 @@ def scripted(engine: Engine) -> ScriptedEngine:
 
 @pytest.fixture
 def serve_scripted(serve: Callable[..., None], scripted: ScriptedEngine) -> Callable[..., None]:
-    """Return a function that runs a scenario with the scripted engine, which may call tools and
-    reason."""
+    """Return a function that runs a scenario on a server with the scripted engine.
+
+    The server parses tool calls and reasoning.
+    """
 
     def run(scenario: Scenario, **config: Any) -> None:
         serve(scenario, scripted, **{**HERMES, "reasoning_parser": "qwen3", **config})

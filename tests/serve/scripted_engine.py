@@ -9,14 +9,17 @@ from jpaged.errors import ErrorInfo
 
 
 class ScriptedEngine:
-    """A wrapper of an engine that answers requests with texts from a script, in order of arrival.
+    """A stand-in for `Engine` that answers each request with the next entry of a script.
+
+    When the script is empty, the wrapped engine answers the request.
 
     Attributes:
-        script: The answers of each request. An answer is a list of texts, one text per step.
-        reasons: Finish reason of each request's answers; "stop" when the list is empty.
+        script: One entry per request. An entry is a list of answers. An answer is a list of texts,
+            one text per step.
+        reasons: One finish reason per entry of `script`.
         errors: Errors for requests whose finish reason is "error", in order of arrival.
-        prompts: The prompts of the requests, as text.
-        params: The sampling parameters of the requests.
+        prompts: Prompts of the requests that the script answers, as text.
+        params: Sampling parameters of the requests that the script answers.
     """
 
     def __init__(self, engine: Engine):

@@ -302,7 +302,7 @@ def test_unenforceable_tool_schema_is_refused_only_when_a_call_is_required(
     serve(scenario, engines(max_model_len=1024, num_blocks=520), **HERMES)
 
 
-def test_finding_which_schema_of_a_request_fails_is_limited_in_time(
+def test_error_names_only_the_tools_field_if_finding_the_invalid_tool_takes_too_long(
     serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[str] = []

@@ -69,7 +69,9 @@ def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.full
-def test_user_model_is_served_with_its_dashboard(served: tuple[subprocess.Popen[str], str]):
+def test_server_of_a_custom_jax_model_answers_requests_and_shows_the_dashboard(
+    served: tuple[subprocess.Popen[str], str],
+):
     process, url = served
     prompt = {"prompt": "Count from 3 to 7", "temperature": 0, "max_tokens": 64}
     answer = json.load(fetch(f"{url}/v1/completions", prompt))
@@ -103,23 +105,23 @@ def test_engine_without_a_tokenizer_is_not_served():
         ({"prot": 1}, TypeError, "prot is not an option of the server"),
         ({"limits": 1}, TypeError, "limits is not an option"),
         ({"port": -1}, ValueError, "port"),
-        ({"max_body_bytes": 9, "max_total_body_bytes": 8}, ValueError, "raise it to at least"),
+        ({"max_body_bytes": 9, "max_total_body_bytes": 8}, ValueError, "use 9 or more"),
     ],
 )
-def test_error_names_the_wrong_option_of_serve(
+def test_error_names_the_wrong_option_of_the_serve_function(
     options: dict[str, Any], error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
         make_serve_config(options)
 
 
-def test_serve_takes_options_of_the_server_and_of_its_limits():
+def test_serve_function_accepts_the_options_port_and_max_connections():
     config = make_serve_config({"port": 9000, "max_connections": 7})
     assert (config.port, config.limits.max_connections) == (9000, 7)
 
 
 @pytest.mark.full
-def test_port_in_use_is_an_error_of_serve():
+def test_serve_function_raises_an_error_if_the_port_is_in_use():
     engine = cast(Engine, StubEngine())
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -129,7 +131,9 @@ def test_port_in_use_is_an_error_of_serve():
 
 
 @pytest.mark.full
-def test_interrupt_before_the_server_is_ready_ends_serve(monkeypatch: pytest.MonkeyPatch):
+def test_serve_function_returns_if_interrupted_before_the_server_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+):
     class Interrupted(EngineWorker):
         def run(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)

@@ -108,9 +108,12 @@ def messages_tools(tools: list[Fields], choice: str) -> Fields:
 
 SHORT = "{{ tools | length if tools else '' }}{{ messages[0].content }}"
 USER = {"role": "user", "content": "a"}
-# Maps the URL path of an API to a tuple: the request fields without schemas; a function that builds
-# the field with the answer's schema; a function that builds the fields with tools; the JSON path of
-# the answer's schema; the JSON path of a tool's schema.
+# The three chat APIs by URL path. Each API has a tuple of five items:
+# 1. the fields of a request without JSON schemas
+# 2. a function that returns the request field with a JSON schema for the model's answer
+# 3. a function that returns the request fields with the tools
+# 4. the path of the answer's schema in the request body
+# 5. the path of the first tool's schema in the request body
 APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
     "/v1/chat/completions": (
         {"messages": [USER], "max_tokens": 2},
@@ -228,7 +231,7 @@ def test_server_never_fetches_urls_in_schemas(with_tools: Run, path: str):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_too_many_too_large_or_misnamed_tools_are_refused(with_tools: Run, path: str):
+def test_limits_on_tool_count_tool_size_and_tool_names_are_enforced(with_tools: Run, path: str):
     plain, form, tools, *_ = APIS[path]
     small, large = field({"type": "null"}), field({"enum": [f"value {i}" for i in range(100)]})
 

@@ -34,7 +34,7 @@ def test_serving_bench_measures_a_real_server(
 
 
 @pytest.mark.full
-def test_serving_bench_measures_http_and_direct_engine(
+def test_serving_bench_measures_an_engine_with_and_without_http(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

@@ -523,7 +523,7 @@ def test_page_draws_a_hundred_thousand_blocks_quickly(pages: Pages, record_prope
     print(times)
     for name, milliseconds in times.items():
         record_property(name, milliseconds)
-    assert times["whole"] < 1500  # slow processors without a GPU need long
+    assert times["whole"] < 1500  # milliseconds; drawing is slow without a GPU
     assert times["change"] < 100
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 
@@ -531,7 +531,7 @@ def test_page_draws_a_hundred_thousand_blocks_quickly(pages: Pages, record_prope
 def test_blocks_on_the_page_equal_the_engines_blocks_at_each_step(
     pages: Pages, engines: Callable[..., Engine]
 ):
-    """Cover samples, beams, an abort and swapping in a pool that is too small for the requests."""
+    """Run sampling, beam search and an abort. The pool is too small, so blocks are swapped out."""
     engine, replica = (
         engines(num_blocks=21, preemption_mode="swap", swap_space=0.002),
         PoolReplica(),

@@ -61,7 +61,7 @@ def test_chat_accepts_earlier_turns_and_joins_text_parts(serve: Run):
     serve(scenario)
 
 
-def test_chat_logprobs_list_tokens_bytes_and_top_logprobs(serve: Run):
+def test_chat_logprobs_contain_tokens_and_bytes_and_top_logprobs(serve: Run):
     async def scenario(server: Server) -> None:
         body = await ask(server, logprobs=True, top_logprobs=2)
         content = body["choices"][0]["logprobs"]["content"]

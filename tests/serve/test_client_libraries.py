@@ -70,7 +70,7 @@ def url(server: ServerProcess) -> Iterator[str]:
         (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
         if float(used) == 0:
             return
-    raise AssertionError(f"blocks are still in use: {used} of the pool")
+    raise AssertionError(f"some KV blocks are not freed: vllm:kv_cache_usage_perc is {used}, not 0")
 
 
 def run(code: str, url: str, folder: Path) -> str:
@@ -101,8 +101,9 @@ def test_docs_example_and_test_program_of_each_library_run(library: str, url: st
 
 @pytest.mark.parametrize("page", ["tools.md", "apis.md"])
 def test_docs_examples_of_tools_and_apis_run(page: str, url: str, tmp_path: Path):
-    # Skip the examples that import `tools_demo` (a calculator tool): they need the embedded model's
-    # chat template, and `test_embedded_tools.py` tests such calls.
+    # Skip the examples that import the calculator tool `tools_demo`. These examples need the
+    # model's default chat template, which `FLAGS` replaces. `test_embedded_tools.py` tests
+    # calculator calls.
     codes = [code for code in python_examples(page).values() if "tools_demo" not in code]
     assert codes
     for code in codes:

@@ -157,11 +157,14 @@ def test_server_answers_after_clients_close_their_streams_early(
 
 
 def lm_eval_scores(url: str, inputs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """Return for each input the log-likelihood, and whether it is greedy, as lm-eval computes them.
+    """Return the two scores that lm-eval computes for each input.
+
+    The scores are the log-likelihood of the continuation, and whether greedy decoding would
+    generate the continuation.
 
     Args:
         url: URL of the server.
-        inputs: Token ids of a context and of its continuation.
+        inputs: Pairs of token-id lists: a context, and the continuation of the context.
     """
     asked = {
         "model": MODEL,

@@ -136,7 +136,7 @@ def test_disconnect_while_swapped_out_frees_host_blocks(serve: Run, slow: Any, e
     serve(scenario, engine)
 
 
-def test_disconnect_before_the_engine_gets_the_request_drops_it(serve: Run):
+def test_client_that_disconnects_immediately_leaves_no_request_in_the_server(serve: Run):
     async def scenario(server: Server) -> None:
         request = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG})
         request.leave()
@@ -236,7 +236,8 @@ def test_best_of_and_beam_search_tokens_do_not_count_as_unread(
 def test_aborting_an_unread_stream_keeps_the_finish_reason_of_each_answer(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """The unread deltas of a stopped answer and an aborted answer are merged into one update."""
+    """One answer of the request has stopped, and the other answer is aborted. The unread deltas of
+    both answers are merged into one update."""
     monkeypatch.setattr("jpaged.serve.engine.client._MIN_SEPARATE_UPDATES", 5)
     scripted = ScriptedEngine(engine)
     scripted.say("a" * 2000, "b" * 100_000, size=1)

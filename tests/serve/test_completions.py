@@ -48,7 +48,7 @@ def test_completion_returns_text_and_usage(serve: Run):
     serve(scenario)
 
 
-def test_prompt_can_be_text_token_ids_or_a_list(serve: Run):
+def test_prompt_can_be_text_or_token_ids_or_a_list_of_prompts(serve: Run):
     ids = list(QUESTION.encode())
 
     async def scenario(server: Server) -> None:
@@ -61,7 +61,7 @@ def test_prompt_can_be_text_token_ids_or_a_list(serve: Run):
     serve(scenario)
 
 
-def test_stream_returns_the_same_text_and_finish_reason(serve: Run):
+def test_stream_has_the_text_and_finish_reason_of_a_response_without_streaming(serve: Run):
     async def scenario(server: Server) -> None:
         chunks = await stream(server, prompt=QUESTION, **GREEDY)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
@@ -194,9 +194,10 @@ def test_echo_returns_prompt_logprobs_before_the_answers(serve: Run):
     serve(scenario)
 
 
-def test_processed_logprobs_sum_to_one_over_the_kept_tokens_and_include_kept_mass(
+def test_processed_logprobs_are_normalized_over_the_tokens_that_top_k_keeps(
     serve: Run, engines: Callable[..., Engine]
 ):
+    """`kept_mass` is the probability of the kept tokens before top-k removes the other tokens."""
     fields = {"prompt": "ab", "max_tokens": 4, "seed": 1, "logprobs": 5, "echo": True}
     fields |= {"temperature": 5.0, "top_k": 2, "ignore_eos": True}
 
@@ -226,7 +227,7 @@ def test_processed_logprobs_sum_to_one_over_the_kept_tokens_and_include_kept_mas
 
 
 @pytest.mark.full
-def test_infinite_logits_are_sent_clamped_and_best_of_with_logits_is_refused(
+def test_processed_logits_are_sent_with_minus_9999_as_the_smallest_value(
     serve: Run, engines: Callable[..., Engine]
 ):
     async def scenario(server: Server) -> None:
@@ -308,7 +309,7 @@ def test_abort_while_prompt_logprobs_are_computed_returns_finish_reason_abort(
     serve(scenario)
 
 
-def test_answers_encoded_in_a_thread_equal_answers_encoded_in_the_event_loop(
+def test_json_encoding_in_a_thread_gives_the_same_answers_as_in_the_event_loop(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     prompt = "".join(f"{i}, " for i in range(50))

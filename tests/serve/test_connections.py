@@ -110,7 +110,7 @@ async def yes(scope: Any, receive: Any, send: Any) -> None:
     await PlainTextResponse("yes")(scope, receive, send)
 
 
-def test_surplus_connections_get_503_except_for_health_routes():
+def test_connections_above_max_connections_get_503_except_for_health_routes():
     async def scenario() -> None:
         async with server(SurplusGuard(yes), Limits(max_connections=2)) as port:
             early = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
@@ -118,7 +118,7 @@ def test_surplus_connections_get_503_except_for_health_routes():
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after" in answer
             assert b'"type":"server_error"' in answer
-            # the server answers this surplus connection, then closes it
+            # the server answers a health request, then closes the connection
             for path in UNAUTHENTICATED_PATHS:
                 answer = await answer_to(
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
@@ -135,7 +135,7 @@ def test_surplus_connections_get_503_except_for_health_routes():
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"], ids=["nothing", "a little"])
-def test_idle_surplus_connections_make_room_for_requests(said: bytes):
+def test_oldest_idle_connections_above_max_connections_are_closed_for_new_requests(said: bytes):
     async def scenario() -> None:
         async with server(SurplusGuard(yes), Limits(max_connections=1), num_spare=2) as port:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
@@ -232,7 +232,9 @@ class ClosingProtocol(asyncio.Protocol):
         transport.close()
 
 
-def test_other_event_loop_exceptions_are_logged(caplog: pytest.LogCaptureFixture):
+def test_event_loop_exceptions_unrelated_to_file_limits_are_logged(
+    caplog: pytest.LogCaptureFixture,
+):
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(LoopExceptionHandler().handle)
@@ -298,7 +300,11 @@ def test_server_with_few_file_descriptors_answers_despite_idle_connections(compi
 
 
 async def drip(port: int, *pieces: bytes, seconds: float = 10.0) -> tuple[bytes, float]:
-    """Send `pieces`, then one byte at a time. Return the answer and the elapsed seconds."""
+    """Send `pieces`. Then send an "x" every 50 ms until the server closes the connection.
+
+    Return the server's answer and the elapsed seconds. If the connection is still open after
+    `seconds`, the returned answer is "it stays".
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     start = time.monotonic()
     for piece in pieces:
@@ -321,7 +327,9 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 DRIPPING = POST + b"Content-Length: 100000\r\n\r\n"
 
 
-def test_slow_body_after_an_answer_closes_the_connection(monkeypatch: pytest.MonkeyPatch):
+def test_client_that_still_sends_its_body_after_the_response_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
 
     async def scenario() -> None:
@@ -370,7 +378,7 @@ def test_connection_of_a_slow_request_is_closed_at_the_header_or_body_timeout(
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_slow_body_after_an_error_response_closes_the_connection(
+def test_client_that_still_sends_its_body_after_an_error_response_is_disconnected(
     serve: Any, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
 ):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
@@ -386,7 +394,7 @@ def test_slow_body_after_an_error_response_closes_the_connection(
     serve(scenario, api_keys=("k",))
 
 
-def test_client_that_sends_a_large_unread_body_gets_the_answer():
+def test_client_gets_the_response_even_if_the_server_never_reads_the_large_request_body():
     def ask(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(DRIPPING.replace(b"100000", b"20000000"))
@@ -453,8 +461,8 @@ END = REQUEST + b"Connection: close\r\n\r\n"
 def test_invalid_http_gets_an_error_in_openai_format(asked: bytes, status: int, words: str):
     async def scenario() -> None:
         async with server(echo) as port:
-            # Send the invalid request alone. Then send it in the same write as a valid request that
-            # precedes it.
+            # Send the invalid request alone. Then send a valid request and the invalid request in
+            # one write.
             for before in (b"", REQUEST + b"\r\n"):
                 answer = await answer_to(port, before + asked)
                 if before:

@@ -97,7 +97,9 @@ def test_paused_request_continues_after_the_pause(serve: Callable[..., None]):
     serve(scenario, **CONTROL)
 
 
-def test_pause_that_waits_holds_later_requests(serve: Callable[..., None]):
+def test_pause_in_wait_mode_finishes_running_requests_and_delays_later_requests(
+    serve: Callable[..., None],
+):
     async def scenario(server: Server) -> None:
         request = start_request(server)
         await wait_until_running(server)
@@ -114,7 +116,7 @@ def test_pause_that_waits_holds_later_requests(serve: Callable[..., None]):
     serve(scenario, **CONTROL)
 
 
-def test_pause_ends_requests_with_abort(serve: Callable[..., None]):
+def test_pause_in_abort_mode_aborts_running_requests(serve: Callable[..., None]):
     async def scenario(server: Server) -> None:
         request = start_request(server)
         await wait_until_running(server)
@@ -152,7 +154,7 @@ def test_wrong_arguments_are_refused(serve: Callable[..., None]):
         }.items():
             assert message in await refused(server, path, 400)
         message = await refused(server, "/update_weights", 403, json={"path": "new"})
-        assert "start it with --weights-folder FOLDER" in message
+        assert "start the server with --weights-folder FOLDER" in message
         await server.canary()
 
     serve(scenario, **CONTROL)
@@ -176,7 +178,7 @@ def test_weights_come_only_from_the_allowed_folder(serve: Callable[..., None], t
             "absent": "is not a folder below --weights-folder",
             "broken": "broken holds no .safetensors file",
             "pickled": "Pickled weights are never opened",
-            "a\0b": "is not a path",
+            "a\0b": "is not a valid path",
         }.items():
             message = await refused(server, "/update_weights", 400, json={"path": path})
             assert expected in message
@@ -223,7 +225,7 @@ def test_server_without_weights_waits_for_them(
     serve(scenario, weights_folder=tmp_path, **CONTROL)
 
 
-def test_control_key_differs_from_api_keys_and_is_needed_for_a_weights_folder(tmp_path: Path):
+def test_invalid_combinations_of_control_key_with_other_options_are_refused(tmp_path: Path):
     with pytest.raises(RequestError, match="control_api_key is also an --api-key: use another"):
         ServeConfig(api_keys=("a", "b"), control_api_keys=("b",))
     with pytest.raises(RequestError, match="needs --control-api-key: set a key"):

@@ -1,4 +1,4 @@
-"""Test what the embedded model answers over HTTP: calculator calls, schemas and reasoning."""
+"""Test calculator calls, schemas and reasoning over HTTP with the model shipped with jpaged."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ FORMS = {
 
 @pytest.fixture
 def talk(serve: Run, engines: Callable[..., Engine]) -> Run:
-    """Return a function that runs a scenario with the embedded model."""
+    """Return a function that runs a scenario on a server with the model shipped with jpaged."""
     engine = engines(max_model_len=1024, num_blocks=520)
     return lambda scenario: serve(scenario, engine, **FORMS)
 

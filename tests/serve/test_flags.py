@@ -9,7 +9,7 @@ import pytest
 from jpaged.serve.options import Limits, build_parser, read_flags
 
 
-def test_server_without_flags_serves_the_embedded_model_on_localhost():
+def test_server_without_flags_serves_the_model_shipped_with_jpaged_on_localhost():
     flags = read_flags([])
     assert (flags.serve.host, flags.serve.port) == ("127.0.0.1", 8000)
     assert flags.engine == {"verbose": True}
@@ -26,7 +26,7 @@ def parser_flags(*argv: str) -> tuple[bool, str | None, str | None]:
     return serve.enable_auto_tool_choice, serve.tool_call_parser, serve.reasoning_parser
 
 
-def test_parsers_are_on_by_default_only_with_the_embedded_model(tmp_path: Path):
+def test_only_the_model_shipped_with_jpaged_has_default_tool_and_reasoning_parsers(tmp_path: Path):
     assert parser_flags() == (True, "hermes", "qwen3")
     assert parser_flags("--reasoning-parser", "deepseek_r1") == (True, "hermes", "deepseek_r1")
     assert parser_flags("--model", "org/name") == (False, None, None)
@@ -88,7 +88,7 @@ def test_model_folder_is_served_under_its_base_name(tmp_path: Path):
     assert flags.serve.model_names == ("my-model",)
 
 
-def test_chat_template_file_and_allowed_variables_are_read(tmp_path: Path):
+def test_flags_set_the_chat_template_and_the_variables_that_clients_may_set(tmp_path: Path):
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     flags = read_flags(

@@ -49,7 +49,7 @@ def test_only_local_and_allowed_host_headers_are_served(serve: Run):
 
 
 @pytest.mark.parametrize("allowed", [("*",), None])
-def test_wildcard_or_no_allowed_hosts_serves_every_host(
+def test_every_host_header_is_accepted_if_allowed_hosts_is_unset_or_a_wildcard(
     serve: Run, allowed: tuple[str, ...] | None
 ):
     async def scenario(server: Server) -> None:

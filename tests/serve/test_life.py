@@ -201,8 +201,8 @@ if "jpaged.serve.engine.tokenizing_process" in sys.orig_argv:
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
 def test_hung_engine_step_stops_the_server(tmp_path: Path, compilation_cache: Path, library: str):
-    """In one case the step hangs in C code that holds the interpreter lock, in the other in C code
-    that has released it."""
+    """The engine step hangs in C code. With `PyDLL`, the C code holds the interpreter lock. With
+    `CDLL`, the C code has released the lock."""
     flag = tmp_path / "blocked"
     around = STUB | {BLOCKED_WHILE: str(flag), BLOCKED_IN: library}
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
@@ -403,7 +403,7 @@ def test_signal_before_the_engine_starts_exits_cleanly(script: str, name: str):
     assert not engines_of(process.pid)
 
 
-def test_engine_exits_when_its_server_died_before_it_started():
+def test_engine_process_exits_if_the_server_process_has_already_died():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         nobody = 2**30
@@ -430,7 +430,10 @@ def test_server_exits_with_an_error_if_its_port_is_in_use(compilation_cache: Pat
 
 
 def wait_for_log(server: ServerProcess, words: str = "jpaged:") -> None:
-    """Wait until the server's log contains `words`, by default any line of the engine process."""
+    """Wait until the server's log contains `words`.
+
+    By default, wait for the first log line of jpaged, which starts with "jpaged:".
+    """
     end = time.monotonic() + 60
     while words not in server.log:
         assert time.monotonic() < end

@@ -107,7 +107,7 @@ def test_matched_stop_sequence_is_reported(serve: Run):
     serve(scenario)
 
 
-def test_thinking_text_and_tool_use_become_content_blocks(
+def test_content_blocks_contain_thinking_then_text_then_tool_use(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     async def scenario(server: Server) -> None:

@@ -1,5 +1,8 @@
-"""Test the dashboard stream: pool diffs, `PoolSampler`, which records a pool diff after a step, and
-the broadcast to viewers."""
+"""Test how the dashboard's event stream records pool diffs and sends them to viewers.
+
+A pool diff lists the changes of the KV block pool since the previous pool diff. `PoolSampler`
+records pool diffs between engine steps, and `Broadcast` sends them to viewers.
+"""
 
 import asyncio
 import json
@@ -28,7 +31,7 @@ from jpaged.serve.dashboard.sampler import FETCH_TIMEOUT_S, MAX_DIFFS, PoolSampl
 from jpaged.serve.engine.messages import PoolDiff, PoolDiffs, decode_report, encode
 from jpaged.serve.errors import ApiError, unavailable_error
 
-# Pool diffs
+# Tests of the encoding of pool diffs
 
 
 def table(seq_id: int, computed: int, kept: int, *new: int) -> TableChange:
@@ -69,7 +72,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     assert len(msgspec.json.encode(one)) < 4_000
 
 
-# Recording pool diffs: `PoolSampler`
+# Tests of `PoolSampler`, which records pool diffs
 
 
 class Clock:
@@ -146,7 +149,7 @@ def test_fetch_returns_a_snapshot_and_the_diffs_before_it(engine: Engine):
         assert {i: replica.counts.get(i, 0) for i in infos} == counts
 
 
-def test_dashboard_snapshots_take_at_most_a_fixed_fraction_of_the_time(engine: Engine):
+def test_dashboard_snapshots_use_at_most_two_percent_of_the_engines_time(engine: Engine):
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.002))
     given = []
@@ -170,7 +173,7 @@ def test_dashboard_pool_diffs_contain_every_block_copy(engine: Engine, kind: dic
     assert num_copies == engine.stats().num_block_copies - before >= 2
 
 
-def test_each_pool_diff_contains_at_most_64_tokens_if_that_is_the_limit(
+def test_token_limit_applies_to_each_diff_of_the_block_pool(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 64)
@@ -194,13 +197,16 @@ def test_pool_diffs_contain_no_tokens_unless_requested(engine: Engine):
 
 
 class SlowWorkClock(Clock):
-    """A clock that makes every recorded pool diff appear to take `seconds`."""
+    """A clock that advances by `seconds` each time the clock is read.
+
+    `PoolSampler` reads the clock before and after it records a pool diff. So each recording appears
+    to take `seconds`.
+    """
 
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
 
-    # `PoolSampler` reads the clock before and after it records a pool diff
     def __call__(self) -> float:
         self.now += self.seconds
         return self.now
@@ -208,21 +214,25 @@ class SlowWorkClock(Clock):
 
 def test_dashboard_skips_steps_when_recording_pool_diffs_is_slow(engine: Engine):
     clock = Clock()
-    clock.now = 1000.0  # the time before the start of `PoolSampler` adds nothing to its time budget
+    # The clock shows 1000 s when `PoolSampler` is created. These 1000 s must not increase the time
+    # that `PoolSampler` may spend on recording.
+    clock.now = 1000.0
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(1.0))
     sampler.fetch()
     run(engine, sampler, prompt="A prompt that fills a whole block", max_tokens=8)
-    # One pool diff has used up the time budget, so no other step is recorded before the next fetch.
+    # The snapshot of the first `fetch` took more time than `PoolSampler` may use. So `after_step`
+    # recorded no step, and only the second `fetch` records a pool diff.
     assert len(sampler.fetch().diffs) == 1
 
 
 def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engine):
-    """Recording a pool diff takes a tenth of a step's time. This is five times the fraction of the
-    time that `PoolSampler` may use."""
+    """A step takes 10 ms, and recording a pool diff takes 1 ms. `PoolSampler` may use only 2 % of
+    the time. So on average, `PoolSampler` can record only every fifth step."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
-    # after 2 idle seconds, the time budget is at its maximum, which is enough for 20 pool diffs
+    # Unused recording time is saved up to a maximum of 20 ms. After 2 idle seconds, `PoolSampler`
+    # has saved this maximum, which is enough to record 20 pool diffs.
     clock.now = 2.0
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
@@ -235,9 +245,12 @@ def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engin
 
 
 def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
-    """`PoolSampler` may spend at most 2 ms per 100 ms on recording pool diffs. `fetch` ignores this
-    limit: in this test, each of 50 fetches records a diff, which takes 20 ms. The excess must not
-    prevent the recording of later steps."""
+    """`PoolSampler` may use 2 % of the time to record pool diffs. `fetch` always records a pool
+    diff, even if the 2 % are used up.
+
+    In this test, 50 calls of `fetch` use 20 % of the time. `PoolSampler` must still record later
+    steps.
+    """
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
     sampler.fetch()
@@ -249,7 +262,7 @@ def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
     assert len(sampler.fetch().diffs) > 1
 
 
-def test_later_pool_changes_are_merged_into_one_diff_if_no_viewer_fetches_diffs(engine: Engine):
+def test_pool_changes_after_256_unfetched_diffs_are_merged_into_one_diff(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     sampler.fetch()
     for _ in range(4):
@@ -257,7 +270,7 @@ def test_later_pool_changes_are_merged_into_one_diff_if_no_viewer_fetches_diffs(
     assert len(sampler.fetch().diffs) == MAX_DIFFS + 1
 
 
-def test_engine_continues_if_recording_changes_of_the_pool_raises_an_error(
+def test_engine_continues_after_an_error_in_recording_pool_changes(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
@@ -280,13 +293,14 @@ def test_dashboard_starts_again_with_a_snapshot_after_a_fetch_timeout(engine: En
     clock.now += FETCH_TIMEOUT_S + 1
     run(engine, sampler, max_tokens=2)
     again = sampler.fetch()
-    assert again.epoch == first.epoch + 1  # a new epoch starts with a snapshot
+    # `PoolSampler` increases `epoch` by 1 each time it starts to record pool diffs.
+    assert again.epoch == first.epoch + 1
     assert again.snapshot is not None
     sampler.stop()
     sampler.stop()
 
 
-# The broadcast of pool diffs to viewers
+# Tests of `Broadcast`, which sends pool diffs to viewers of the dashboard
 
 
 def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
@@ -295,10 +309,13 @@ def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs
 
 
 class Source:
-    """Replace `PoolSampler`: `fetch` returns the given `PoolDiffs` one after another.
+    """A stand-in for `PoolSampler`: each call of `fetch` returns the next `PoolDiffs` in `answers`.
 
-    When none is left, `fetch` returns a `PoolDiffs` without diffs, or raises an error if `fails` is
-    set. A snapshot combines all diffs since the epoch began.
+    When only the last `PoolDiffs` is left, `fetch` returns the last `PoolDiffs` without diffs. If
+    `fails` is set, `fetch` raises an error instead of returning the last `PoolDiffs`.
+
+    `fetch` adds a snapshot of the KV block pool if the caller requests a snapshot. `fetch` also
+    adds a snapshot if `epoch` has changed, because a new epoch means a restart of `PoolSampler`.
     """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):
@@ -350,7 +367,8 @@ def test_viewer_gets_a_snapshot_and_then_diffs():
         source = Source(diffs_of(BLOCK), diffs_of(FREED, steps=1), diffs_of(steps=1))
         hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events, aclosing(hub.stream_events()) as late:
-            assert source.num_asked == 0  # no fetch while no viewer reads
+            # No pool diffs are fetched until a dashboard viewer reads the first event.
+            assert source.num_asked == 0
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
             assert held_blocks(snapshot) == [3]
@@ -412,7 +430,8 @@ def test_no_pool_diffs_are_fetched_without_dashboard_viewers():
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
-        async with aclosing(hub.stream_events()) as events:  # fetching resumes with the next viewer
+        # When the next dashboard viewer connects, pool diffs are fetched again.
+        async with aclosing(hub.stream_events()) as events:
             assert held_blocks(parse(await anext(events))[1]) == [3]
 
     asyncio.run(watch())
@@ -451,7 +470,8 @@ def test_unread_bytes_of_a_viewer_are_bounded():
 def test_long_block_text_causes_no_further_snapshots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """A snapshot contains all text again, so text must not cause another snapshot."""
+    """After each snapshot, the server sends the text of all blocks again. If long text caused a
+    snapshot, snapshots would never end."""
     monkeypatch.setattr(sampler_module, "MAX_TOKENS_PER_DIFF", 50 * 16)
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     for number in range(10):
@@ -461,7 +481,7 @@ def test_long_block_text_causes_no_further_snapshots(
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
-        for _ in range(10):  # wait until the viewers have read, also on a slow machine
+        for _ in range(10):  # first let the viewers read all events of earlier pool diffs
             await asyncio.sleep(0)
         told = sampler.fetch(snapshot, tokens=True)
         given.append(told.snapshot is not None)
@@ -493,7 +513,7 @@ def test_long_block_text_causes_no_further_snapshots(
     assert sum(given) == 2  # one snapshot per viewer
 
 
-def test_viewers_get_a_snapshot_when_recording_starts_again():
+def test_viewers_get_a_snapshot_when_the_pool_sampler_restarts():
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(FREED, epoch=2), diffs_of(epoch=2)))
         async with aclosing(hub.stream_events()) as events:
@@ -503,9 +523,9 @@ def test_viewers_get_a_snapshot_when_recording_starts_again():
     asyncio.run(watch())
 
 
-def test_viewers_get_a_snapshot_when_recording_starts_again_with_an_empty_pool():
-    """The new epoch has no used block and the same statistics as before, but viewers must still get
-    its snapshot."""
+def test_viewers_get_a_snapshot_when_the_pool_sampler_restarts_with_an_empty_pool():
+    """After the restart, no block is used and the statistics are the same as before. Viewers must
+    still get a snapshot."""
 
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(), PoolDiffs(2, [], diffs_of().stats)))
@@ -544,7 +564,8 @@ def test_broadcast_failure_ends_the_stream_of_a_slow_viewer():
         hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
         async with aclosing(hub.stream_events()) as slow, aclosing(hub.stream_events()) as late:
             await anext(slow)
-            # The second fetch returns `bad`, whose token 0 makes the broadcast fail with 1 // 0.
+            # The second fetch returns `bad`, which contains token 0. The text function of
+            # `hub` divides by the token, so the broadcast fails.
             while source.num_asked < 2:
                 await asyncio.sleep(0.001)
             assert parse(await anext(late))[0] == "snapshot"

@@ -106,7 +106,7 @@ def client() -> httpx.AsyncClient:
 def check_response(
     document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response
 ) -> None:
-    """Check a response against the schema that its operation publishes for its status."""
+    """Validate a response against the OpenAPI schema for the operation and response status."""
     published = operation["responses"][str(answer.status_code)]
     if "content" not in published:
         assert answer.content == b""

@@ -82,7 +82,7 @@ def test_truncated_response_is_incomplete(serve: Run):
     serve(scenario)
 
 
-def test_reasoning_text_and_calls_become_output_items(
+def test_output_items_contain_reasoning_then_text_then_tool_calls(
     serve_scripted: Run, scripted: ScriptedEngine
 ):
     async def scenario(server: Server) -> None:
@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_unsupported_response_field_is_named_in_the_error(serve: Run):
+def test_error_names_the_invalid_field_of_a_responses_api_request(serve: Run):
     async def scenario(server: Server) -> None:
         for fields, param in BAD:
             answer = await server.http.post(PATH, json={"input": "a", **fields})

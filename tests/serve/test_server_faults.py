@@ -21,7 +21,7 @@ from jpaged.serve.engine.tokenizing import TokenizingWorkers
 Run = Callable[..., None]
 PATH = "/v1/completions"
 VICTIM: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0.125, "seed": 1}
-# The test makes the request with the temperature 0.125 fail.
+# The tests inject an error into the request that has the temperature 0.125.
 
 
 def is_victim(*args: Any) -> bool:
@@ -30,8 +30,8 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # `arg` is a request of the scheduler, which has no sampling parameters. Therefore,
-            # recognize the victim by its prompt "Hello" instead of its temperature.
+            # The scheduler's `Request` does not store the temperature. So recognize the request
+            # that must fail by its prompt "Hello".
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125
@@ -142,7 +142,7 @@ def test_device_failure_fails_all_requests(
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert server.serving.engine.close_reason == (
-            # The response must not contain this cause.
+            # The engine keeps the full error text. HTTP responses must not contain this text.
             "RuntimeError: the device is lost at /secret/path"
         )
 

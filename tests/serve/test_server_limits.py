@@ -138,7 +138,7 @@ FROM_ELSEWHERE = (
 )
 
 
-def test_basic_credentials_are_accepted_only_from_the_servers_page(serve: Run):
+def test_cross_origin_api_requests_with_basic_credentials_are_refused(serve: Run):
     async def scenario(server: Server) -> None:
         http, key = server.http, basic("anybody", "a:key")
         asked = {"prompt": "a", "max_tokens": 1}
@@ -315,7 +315,9 @@ def test_request_that_takes_too_long_is_aborted(serve: Run):
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining_server_rejects_new_requests_and_ends_running_ones(serve: Run):
+def test_draining_server_rejects_new_requests_and_completes_running_requests_unless_aborted(
+    serve: Run,
+):
     async def scenario(server: Server) -> None:
         asked = {"prompt": QUESTION, "max_tokens": 64, "temperature": 0}
         running = asyncio.create_task(server.complete(**asked))

@@ -285,7 +285,7 @@ def longest_hold(path: str, body: bytes) -> float:
 
 
 @pytest.mark.full
-def test_no_request_body_blocks_the_interpreter_or_the_event_loop():
+def test_reading_any_request_body_holds_the_gil_and_the_event_loop_only_briefly():
     escapes, times = text("\\n中"), []
     for _ in range(3):
         with InterpreterHolds() as holds:
@@ -315,7 +315,7 @@ class Stream:
     def take(self) -> float:
         """Return the longest gap between two events of the stream since the last call of `take`."""
         seen = len(self._gaps)
-        # Wait for more events, so that a gap that is open now ends and is recorded.
+        # The client records a gap only when the next event arrives, so wait for more events.
         while len(self._gaps) < seen + 3 and self._thread.is_alive():
             time.sleep(0.005)
         assert self._failure is None, self._failure
@@ -380,9 +380,11 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
 def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, float]:
     """Return the longest gap in a stream during an attack, and the maximum allowed gap.
 
-    The allowed gap is `LONGEST_GAP`. If the gap is longer, four times the longest gap after the
-    attack is added, because other processes may keep the machine busy. If the gap is still too
-    long, the attack is repeated: more than half of `TRIES` attempts must stay below the maximum.
+    A gap is the time between two events in seconds. The maximum is `LONGEST_GAP` at first. If the
+    longest gap exceeds this maximum, the cause may be other processes that keep the machine busy.
+    In that case, measure the stream again without an attack, and add four times the longest gap of
+    this measurement to the maximum. If the maximum is still exceeded, repeat the attack. Then more
+    than half of `TRIES` attempts must stay below the maximum.
     """
     passed, exceeded = 0, (0.0, LONGEST_GAP)
     for attempt in range(TRIES):
@@ -409,7 +411,7 @@ WORK_ELSEWHERE = ("some allowed tokens", "biases", "a grammar", "functions", "te
     [WORK_ELSEWHERE, pytest.param(tuple(HOSTILE), marks=pytest.mark.full)],
     ids=["few", "all"],
 )
-def test_no_request_body_stalls_the_stream_of_another_client(
+def test_stream_of_one_client_continues_while_another_sends_a_hostile_body(
     real_server: ServerProcess, stream: Stream, names: tuple[str, ...]
 ):
     url, statuses = real_server.url, {}

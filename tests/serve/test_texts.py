@@ -89,7 +89,8 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
         while (before := time.monotonic()) < end:
             await asyncio.sleep(0.005)
             longest = max(longest, time.monotonic() - before)
-        assert longest < 0.5  # in this process, the template "heavy" would hold the GIL for longer
+        # If the template "heavy" ran in this process, the GIL would be held for over 0.5 seconds.
+        assert longest < 0.5
         async with asyncio.timeout(10):
             await server.canary()
             assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
@@ -128,7 +129,7 @@ def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
     serve(scenario, chat_template=TEMPLATE, limits=limits)
 
 
-def test_request_gets_503_when_its_template_exceeds_the_queue_timeout(serve: Run):
+def test_request_gets_503_when_template_rendering_takes_longer_than_the_queue_timeout(serve: Run):
     async def scenario(server: Server) -> None:
         busy = [RawRequest(server.app, CHAT, chat("endless")) for _ in range(2)]
         async with asyncio.timeout(20):
@@ -360,7 +361,7 @@ def test_unexpected_error_in_a_tokenize_job_is_reported_as_an_internal_error(
     assert worker.run_job(TokenizeJob(token_ids=[97])).text == "a"
 
 
-def test_too_deep_structured_output_spec_is_named_in_the_error(
+def test_error_names_the_structured_output_spec_that_nests_too_deep(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def recurse(*_: Any) -> None:
@@ -443,7 +444,7 @@ def test_checking_many_schemas_of_one_client_does_not_delay_other_clients(serve:
         answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
         assert answer.status_code == 200
         num_done = sum(each.done() for each in flood)
-        # If all clients shared one queue, 20 checks of specs would finish first.
+        # With one queue for all clients, client "b" would wait for 20 checks of client "a".
         assert num_done - num_before < 8
         answer = await asked("b", "b" * 20_000)
         assert answer.status_code == 200, answer.text
@@ -506,7 +507,7 @@ def test_killed_idle_tokenizer_process_is_replaced():
     asyncio.run(scenario())
 
 
-def test_spec_that_exceeded_a_limit_is_checked_again_after_a_minute(
+def test_structured_output_check_that_exceeded_a_limit_is_repeated_after_a_minute(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):
     results = [TokenizeResult(), TokenizeResult(exceeded_limit="too much")]
@@ -519,11 +520,13 @@ def test_spec_that_exceeded_a_limit_is_checked_again_after_a_minute(
 
     async def scenario(server: Server) -> None:
         form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
-        for _ in range(2):  # the second request uses the cached result
+        for _ in range(2):  # the second request uses the cached result of the check
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 400
         monkeypatch.setattr(tokenizing, "LIMIT_ERROR_TTL_S", 0.0)
-        for _ in range(2):  # the result of a spec that passed stays cached
+        # The first request repeats the check, which now succeeds. The second request uses the
+        # cached result.
+        for _ in range(2):
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 200, answer.text
         assert not results

@@ -98,7 +98,7 @@ def test_idle_engine_worker_sends_status_updates(line: HttpSide):
     assert all(isinstance(line.receive(), EngineUpdate) for _ in range(3))
 
 
-def test_invalid_requests_are_refused_with_the_parameter(line: HttpSide):
+def test_error_of_an_invalid_request_names_the_invalid_parameter(line: HttpSide):
     line.send(add("a", n=9, temperature=1.0))
     line.send(add("b", beam_width=99))
     line.send(add("c"))

@@ -1,4 +1,7 @@
-"""Test that lexers are replaced when they are full, and that their memory is bounded."""
+"""Test that a lexer is replaced at its state limit, and that the memory of lexers is bounded.
+
+A lexer is llguidance's automaton for the terminals of a grammar. Every new text adds states.
+"""
 
 import json
 import mmap
@@ -71,7 +74,7 @@ def record(kind: str, most: int) -> dict[str, Any]:
     }
 
 
-def test_answers_to_an_any_of_schema_complete_when_lexers_reach_the_state_limit(
+def test_answers_to_an_any_of_schema_finish_despite_the_lexer_state_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
@@ -85,7 +88,7 @@ def test_answers_to_an_any_of_schema_complete_when_lexers_reach_the_state_limit(
         assert matcher.is_stopped
 
 
-def test_many_answers_to_one_schema_complete_when_lexers_reach_the_state_limit(
+def test_twenty_answers_to_one_schema_finish_despite_the_lexer_state_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 1500)
@@ -117,7 +120,8 @@ def test_long_answer_does_not_fail_others_that_share_its_lexer(
         write(matcher, tokens_of("ab"))
     write(long, tokens_of(mixed_text(390).replace("x", "y") + "!"))
     assert long.is_stopped
-    write(short[0], tokens_of("é!"))  # the lexer is full when it matches "é"
+    # The answers share one lexer. It has reached the state limit, so "é" needs a new lexer.
+    write(short[0], tokens_of("é!"))
     assert short[0].is_stopped
     short[1].accept(tokens_of("!")[0])
     mask_of(short[1])
@@ -127,7 +131,7 @@ def test_long_answer_does_not_fail_others_that_share_its_lexer(
     assert later.is_stopped
 
 
-def test_answers_complete_when_their_shared_lexer_reaches_the_state_limit(
+def test_answers_that_share_a_lexer_finish_despite_the_lexer_state_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     limit_states(monkeypatch, 2000)
@@ -143,7 +147,7 @@ def test_answers_complete_when_their_shared_lexer_reaches_the_state_limit(
     assert all(matcher.is_stopped for matcher in matchers)
 
 
-def test_string_of_4000_characters_fits_a_lexer():
+def test_json_string_of_4000_characters_is_accepted():
     spec = StructuredOutputs(json={"type": "string", "maxLength": 4000})
     (matcher,) = new_grammars().submit(spec, ENDING).result(20)
     write(matcher, tokens_of(f'"{mixed_text(4000, characters="漢😀中𝄞")}"'))
@@ -155,7 +159,8 @@ def test_masks_are_unchanged_after_a_lexer_is_replaced(monkeypatch: pytest.Monke
     tokens = tokens_of("free</think>" + mixed_text(150).replace("x", "y") + "c!")
     (plain,) = new_grammars().submit(spec, ENDING).result(20)
     limit_states(monkeypatch, 700)
-    # This limit of fuel suffices to compile the grammar, but not to replay the answer's tokens.
+    # llguidance limits the work of a lexer in units of "fuel". 1500 units are enough to compile
+    # the grammar, but too few to process all tokens of the answer again.
     monkeypatch.setitem(bounds.LLGUIDANCE_LIMITS, "initial_lexer_fuel", 1500)
     (replaced,) = new_grammars().submit(spec, ENDING).result(20)
     start = replaced.inner
@@ -177,7 +182,7 @@ def test_answer_that_needs_too_many_lexer_states_fails(monkeypatch: pytest.Monke
 
 
 class Maker:
-    """A `MaskMaker` with one answer, in entry 1 of the mask memory."""
+    """A `MaskMaker` with one answer, in entry 1 of the `MaskMemory`."""
 
     def __init__(self, spec: StructuredOutputs, ending: frozenset[int]):
         self.memory = MaskMemory(2, WIDTH)
@@ -201,7 +206,7 @@ class Maker:
 
 @pytest.mark.parametrize("num_chars", range(62, 68))
 @pytest.mark.parametrize("ending", [ENDING, frozenset[int]()], ids=["ending", "no end"])
-def test_mask_worker_replaces_a_full_lexer(
+def test_mask_worker_replaces_a_lexer_that_reaches_the_state_limit(
     monkeypatch: pytest.MonkeyPatch, num_chars: int, ending: frozenset[int]
 ):
     limit_states(monkeypatch, 500)
@@ -221,9 +226,10 @@ def test_mask_worker_replaces_a_full_lexer(
 
 
 def busy_answers(grammars: GrammarCompiler, count: int, length: int) -> Sequence[Matcher]:
-    """Return `count` answers with different schemas, each after a string of `length` characters.
+    """Return `count` unfinished answers with different JSON schemas.
 
-    Every answer is incomplete. The answers get their tokens in turns, one token per turn.
+    An answer has an opening quotation mark and `length` characters, but no closing quotation mark.
+    The function adds one token to each answer in turn.
     """
     found: list[Matcher] = []
     for i in range(count):
@@ -250,13 +256,13 @@ def resident_bytes() -> int:
 
 
 def measured_growth() -> dict[str, int]:
-    """Return by how many bytes the memory of the process grows in four situations.
+    """Return by how many bytes the memory of the process has grown at four points.
 
     Returns:
-        bounded: Eight answers run, and the lexers of a grammar have a limit of 10 MiB.
-        unbounded: Eight answers run, and the limit is 512 MiB.
-        running: The eight answers exist, but have received no token for a second.
-        idle: All answers are deleted.
+        bounded: With eight unfinished answers, and a limit of 10 MiB for all lexers.
+        unbounded: With eight unfinished answers, and a limit of 512 MiB for all lexers.
+        kept: One second after the eight answers have finished. The matchers still exist.
+        deleted: After the matchers are deleted.
     """
     bounds.LEXER_IDLE_S = 0.5
     grammars = new_grammars()
@@ -272,22 +278,22 @@ def measured_growth() -> dict[str, int]:
             raise RuntimeError("an answer does not end")
     until = time.monotonic() + 10
     time.sleep(1)
-    growth["running"] = resident_bytes() - before
+    growth["kept"] = resident_bytes() - before
     del answers, matcher
     while resident_bytes() - before > growth["unbounded"] / 4 and time.monotonic() < until:
         time.sleep(0.05)
-    return growth | {"idle": resident_bytes() - before}
+    return growth | {"deleted": resident_bytes() - before}
 
 
 def test_lexer_memory_is_bounded_and_released():
     growth = in_a_new_process(measured_growth)
     assert growth["bounded"] < 14 * MIB
     assert growth["unbounded"] > 16 * MIB
-    assert growth["running"] > 16 * MIB  # unfinished answers keep their lexers
-    assert growth["idle"] < 6 * MIB
+    assert growth["kept"] > 16 * MIB  # a matcher keeps its lexer until the matcher is deleted
+    assert growth["deleted"] < 6 * MIB
 
 
-def test_answer_that_exceeds_the_lexer_memory_limit_fails_with_an_error_to_retry(
+def test_answer_above_the_lexer_memory_limit_fails_and_the_error_says_retry(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # This negative limit is always exceeded.

@@ -170,7 +170,7 @@ def test_entries_of_the_shared_mask_memory_are_reused(process: MaskWorkerClient)
         step(process, dict(enumerate(answers)), [A] * 5)
         places = {it.memory_index for it in answers}
     del answers
-    # The mask memory may still hold entries of answers that have ended.
+    # `MaskMemory` may still hold entries of answers that have ended.
     assert max(places) <= 2 + 2 * 5
     step(process, dict(enumerate(kept)), [A, B])
     masks, _, _ = process.gather_masks([(it, i) for i, it in enumerate(kept)], 2)
@@ -194,14 +194,16 @@ def test_answers_above_the_capacity_of_the_mask_process_are_rejected():
             time.sleep(0.01)
 
 
-def test_every_spec_kind_reaches_the_worker_unchanged(process: MaskWorkerClient):
-    forms = [
+def test_every_kind_of_structured_output_reaches_the_mask_worker_unchanged(
+    process: MaskWorkerClient,
+):
+    specs = [
         StructuredOutputs(choice=["ä", 'b"\n']),
         StructuredOutputs(json={"type": "integer"}),
         StructuredOutputs(json_object=True),
         StructuredOutputs(grammar='start: "a"+').with_reasoning("</think>", "<think>"),
     ]
-    for spec in forms:
+    for spec in specs:
         (answer,) = begin_answers(process, spec)
         assert process.gather_masks([(answer, 0)], 1)[0][0].tolist() == mask_of(spec)
 
@@ -302,7 +304,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
     assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
-def test_entries_freed_while_the_worker_was_stopped_are_reused():
+def test_new_worker_reuses_memory_of_answers_that_ended_while_the_old_worker_was_stopped():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     answers = begin_answers(process, WORDS, 3)
     pid = process.pid

@@ -40,7 +40,7 @@ class Made:
         self._num_places = 0
 
     def begin(self, spec: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
-        """Start an answer, match `tokens`, and return the answer's index in the mask memory."""
+        """Start an answer, match `tokens`, and return the answer's index in `self.memory`."""
         self._num_places += 1
         self.memory.states[self._num_places] = AnswerState.PENDING
         self.maker.add_answers([self._num_places], self._grammars.submit(spec, ending))
@@ -51,7 +51,7 @@ class Made:
         return self._num_places
 
     def take(self, tokens: dict[int, int]) -> None:
-        """Pass one token to each answer. `tokens` has the tokens by index in the mask memory."""
+        """Pass token `tokens[i]` to the answer with index `i`, for each key `i` of `tokens`."""
         self.maker.match_tokens(
             np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32)
         )
@@ -148,7 +148,8 @@ def test_end_token_leaves_the_mask_unchanged(made: Made):
 
 def test_negative_token_id_leaves_the_mask_unchanged(made: Made):
     place = made.begin(WORDS)
-    made.memory.states[place] = AnswerState.PENDING  # the engine sets PENDING before each step
+    # Before each step, the engine sets the state of each answer to PENDING.
+    made.memory.states[place] = AnswerState.PENDING
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
@@ -185,14 +186,16 @@ def held_matchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threa
 
 
 def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
-    """Start an answer that is slow to match its next token and to compute the next mask.
+    """Start an answer that blocks at the next token until the test sets an event.
 
-    The function sets the answer's attribute `why`, so the worker serves the answer in a thread. It
-    adds the answer's matcher to `slow`, the list of the fixture `held_matchers`. The thread
-    therefore waits until the fixture's event is set.
+    Args:
+        made: Mask maker to which the answer is added.
+        slow: List of matchers from the fixture `held_matchers`. The answer's matcher is added.
+        why: Reason to serve the answer in a separate thread: "is_suspect" or "is_heavy". The
+            attribute of the answer with this name is set to True.
 
     Returns:
-        The index of the answer in the mask memory.
+        The index of the answer in `made.memory`.
     """
     place = made.begin(WORDS)
     answer = made.maker.answers[place]
@@ -223,9 +226,9 @@ TEXT = StructuredOutputs(json={"type": "string"})
 
 @pytest.fixture(scope="module")
 def string_grammars(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrammarCompiler, int, int]:
-    """Return a grammar compiler for 4,096 tokens, and the ids of a quote and of the letter a.
+    """Return a grammar compiler for 4,096 tokens, and the ids of the tokens `"` and `a`.
 
-    Inside a JSON string, nearly all of these tokens are allowed.
+    Nearly all of the 4,096 tokens are allowed inside a JSON string.
     """
     folder = tmp_path_factory.mktemp("words")
     write_tokenizer(folder, 4096)
@@ -426,7 +429,7 @@ def test_answer_with_repeatedly_slow_masks_fails(made: Made, monkeypatch: pytest
     assert "regex cannot be enforced: its token masks took more than" in made.error(place)
 
 
-def test_error_text_is_truncated_to_the_shared_memory(made: Made):
+def test_long_error_text_is_truncated_to_fit_into_the_shared_memory(made: Made):
     for text in ("é" * 5000, "", "two\nlines", "\0" * 3000):
         made.memory.write_error(9, GrammarError("structured_outputs.json", text))
         whole, told = f"structured_outputs.json {text}", str(made.memory.read_error(9))

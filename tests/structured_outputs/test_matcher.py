@@ -138,7 +138,7 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_masked_answers_conform_to_the_schema(name: str):
+def test_answers_sampled_with_masks_conform_to_the_schema(name: str):
     spec = StructuredOutputs(json=SCHEMAS[name])
     validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=FORMATS)
     texts = [walk(spec, seed) for seed in range(12)]
@@ -156,7 +156,9 @@ def test_masked_answers_conform_to_the_schema(name: str):
         ({"grammar": 'start: "(" start? ")" | /[a-z]/'}, r"\(*[a-z]?\)*"),
     ],
 )
-def test_masked_answers_match_regex_choice_and_grammar(spec: dict[str, Any], pattern: str | None):
+def test_answers_sampled_with_masks_match_their_regex_or_choice_or_grammar(
+    spec: dict[str, Any], pattern: str | None
+):
     texts = {walk(StructuredOutputs(**spec), seed) for seed in range(160)} - {None}
     assert texts
     if pattern is None:
@@ -179,7 +181,7 @@ def test_json_object_accepts_only_json_objects():
         ('{ "a" : 1 }', True),
         ('{"a":1,"b":"é\\n"}', True),
         ('{  "a":1}', False),  # unbounded whitespace
-        ('{"\\u0061":1}', False),  # another spelling of the name
+        ('{"\\u0061":1}', False),  # the name "a" is escaped
         ('{"a":1,"\\u0061":"x"}', False),
         ('{"a":1,"a":"x"}', False),
         (' {"a":1}', False),
@@ -188,7 +190,9 @@ def test_json_object_accepts_only_json_objects():
         ("{}", False),
     ],
 )
-def test_json_is_accepted_in_one_spelling_only(text: str, is_answer: bool):
+def test_json_with_escaped_or_duplicate_names_or_long_whitespace_is_refused(
+    text: str, is_answer: bool
+):
     assert accepts(StructuredOutputs(json=SCHEMAS["open"]), text) is is_answer
 
 
@@ -343,7 +347,7 @@ def without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 @given(schema=SMALL.map(without_definitions), seed=st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None)
-def test_masked_answers_conform_to_random_schemas(schema: dict[str, Any], seed: int):
+def test_answers_sampled_with_masks_conform_to_random_schemas(schema: dict[str, Any], seed: int):
     try:
         text = walk(StructuredOutputs(json=schema), seed)
     except ValueError:  # the schema exceeds a limit, or llguidance cannot enforce it
@@ -437,7 +441,7 @@ def sentencepiece_like() -> Tokenizer:
     return Tokenizer(fast)
 
 
-def test_masks_handle_byte_tokens_and_replaced_spaces():
+def test_masks_are_correct_for_a_sentencepiece_tokenizer_with_byte_fallback():
     tokenizer = sentencepiece_like()
     size = len(tokenizer)
     grammars = GrammarCompiler(tokenizer, size, frozenset({2}))

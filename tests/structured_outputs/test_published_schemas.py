@@ -1,4 +1,6 @@
-"""Test that masked answers conform to schemas published by other projects."""
+"""Test that grammar masks enforce JSON schemas that other projects published.
+
+Each answer consists of random tokens that the masks allow. A JSON schema validator checks it."""
 
 import json
 
@@ -20,7 +22,7 @@ def test_fifty_published_schemas_are_valid():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_masked_answers_conform_to_published_schemas(name: str):
+def test_grammar_masks_enforce_published_schemas(name: str):
     spec = StructuredOutputs(json=PUBLISHED[name])
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     validator = jsonschema.Draft202012Validator(PUBLISHED[name], format_checker=checker)

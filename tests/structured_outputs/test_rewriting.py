@@ -79,7 +79,7 @@ def record(name: str, value: Any, *, required: bool = True) -> dict[str, Any]:
         ([{**record("a", 1), **CLOSED}, {**record("b", 1), **CLOSED}], '{"b":1}'),
     ],
 )
-def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
+def test_oneof_keyword_with_mutually_exclusive_cases_is_enforced(cases: list[Any], text: str):
     definitions = {f"d{i}": {"const": i} for i in range(50)}
     schema = {"oneOf": cases, "$defs": definitions}
     spec = StructuredOutputs(json=schema)
@@ -99,7 +99,7 @@ def test_exclusive_one_of_cases_are_enforced(cases: list[Any], text: str):
         [record("a", 1) | {"type": ["object", "null"]}, record("a", 2) | {"type": "null"}],
     ],
 )
-def test_error_for_overlapping_one_of_cases_says_what_to_do(cases: list[Any]):
+def test_error_for_oneof_keyword_with_overlapping_cases_says_what_to_do(cases: list[Any]):
     with pytest.raises(GrammarError, match=r"two cases of oneOf may allow the same value: use"):
         GRAMMARS.compile(StructuredOutputs(json={"oneOf": cases}))
 
@@ -125,7 +125,7 @@ def test_schema_reached_by_exponentially_many_references_compiles():
     assert not accepts(spec, "null")
 
 
-def test_one_of_after_a_long_chain_of_references_is_refused():
+def test_oneof_keyword_whose_case_is_a_chain_of_1100_references_is_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1100)}
     schema = {
         "oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}],

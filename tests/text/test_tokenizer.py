@@ -34,7 +34,9 @@ def test_encoded_text_decodes_unchanged(text: str):
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
 @pytest.mark.parametrize("declared", ["TokenizersBackend", "PreTrainedTokenizerFast"])
-def test_tokenizer_of_a_folder_equals_that_of_autotokenizer(make, declared: str, tmp_path: Path):
+def test_tokenizer_loaded_from_a_folder_behaves_like_autotokenizer(
+    make, declared: str, tmp_path: Path
+):
     folder = save(make(), tmp_path)
     edit(folder / "tokenizer_config.json", tokenizer_class=declared)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
@@ -163,7 +165,7 @@ def test_last_tokens_of_a_text_without_word_boundaries_are_encoded(make):
         assert text.endswith(tokenizer.decode(ids).lstrip("�"))
 
 
-def test_encoding_the_end_of_a_text_and_is_longer_tokenize_only_a_part_of_it(
+def test_only_part_of_a_long_text_is_tokenized_to_get_the_last_tokens_or_check_the_length(
     monkeypatch: pytest.MonkeyPatch,
 ):
     tokenizer, text = byte_level(), prose(200_000)

@@ -1,4 +1,4 @@
-"""Skip the tests that run the embedded model in `transformers` if torch is not installed."""
+"""Skip the tests that run the bundled model in `transformers` if torch is not installed."""
 
 from importlib.util import find_spec
 

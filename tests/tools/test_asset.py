@@ -1,4 +1,4 @@
-"""Test the shipped embedded model: size, parity with transformers and sample answers."""
+"""Test the bundled model: size, parity with transformers and sample answers."""
 
 import json
 from collections import Counter
@@ -32,7 +32,7 @@ def hf_model():
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 
 
-def test_folder_of_the_embedded_model_is_small_and_complete(hf_model):
+def test_checkpoint_folder_of_the_bundled_model_is_small_and_complete(hf_model):
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 12e6
     assert (FOLDER / "MODEL_CARD.md").exists()
     assert type(hf_model).__name__ == "Qwen3ForCausalLM"
@@ -49,7 +49,7 @@ def test_shipped_tokenizer_has_the_vocabulary_that_the_tool_builds():
 @pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_logits_of_the_training_model_match_transformers(loaded, hf_model, is_long):
     ids = list(sample_examples(0, 1, task="sort_numbers")[0].prompt.encode())[:32]
-    if is_long:  # Use chats with tools, which fill the maximum context.
+    if is_long:  # Fill the maximum context with chats that call tools.
         chats = sample_dialogues(0, 6, "calculator")
         ids = [i for chat in chats for i in dialogue_document(chat).ids][:1536]
         assert len(ids) == loaded[1].max_position_embeddings

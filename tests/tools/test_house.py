@@ -71,7 +71,7 @@ def test_import_cycles_and_upward_imports_are_found(tmp_path: Path):
     assert house.longest_chain(graph) == 3
 
 
-def test_type_checking_imports_are_no_cycles(tmp_path: Path):
+def test_type_checking_imports_do_not_count_as_import_cycles(tmp_path: Path):
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jpaged.text.b\n"
     found = write_package(
         tmp_path, {"jpaged/text/a.py": typed, "jpaged/text/b.py": "import jpaged.text.a"}

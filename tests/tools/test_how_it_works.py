@@ -51,7 +51,7 @@ def test_links_of_the_pages_exist():
     assert len(links) > 20
 
 
-def test_page_has_the_ladder_table():
+def test_page_has_the_cost_table_of_the_attention_versions():
     work = workload.make_workload()
     for rung in RUNGS:
         cost, number, title = rung.cost(work), rung.TITLE[0], rung.TITLE[2:]
@@ -118,7 +118,7 @@ def test_block_tables_equal_those_of_the_paper():
     assert (both.table("A").block_table, both.table("B").block_table) == ((7, 1, 3), (5, 2))
 
 
-def test_block_table_lists_the_words_of_the_sequence_in_order():
+def test_blocks_in_block_table_order_hold_the_words_of_the_sequence():
     snapshot, query = scenes.attending()
     words = [w for b in snapshot.table("A").block_table for w in snapshot.words[b]]
     assert words == [*scenes.GETTYSBURG.split(), "fathers", "brought", "forth"]
@@ -162,6 +162,6 @@ def test_request_that_arrived_last_is_preempted_and_resumes():
     assert num_blocks == 8
 
 
-def test_step_of_a_scene_without_requests_raises():
+def test_step_without_unfinished_requests_raises_runtime_error():
     with pytest.raises(RuntimeError, match="no unfinished request: add one"):
         scenes.Scene([1, 2]).step()

@@ -62,7 +62,7 @@ def test_gemms_with_fp8_weights_are_recorded_separately():
     assert "uint16" in pools
 
 
-def test_engine_of_the_measurement_finds_the_recorded_gemms(
+def test_gemms_are_recorded_before_the_engine_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path, found = tmp_path / "record.json", autotuning_folder(tmp_path) / "device"

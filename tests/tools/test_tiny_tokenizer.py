@@ -1,4 +1,4 @@
-"""Test the embedded tokenizer: one token per byte, special tokens and the chat template."""
+"""Test the bundled tokenizer: one token per byte, special tokens and the chat template."""
 
 import pytest
 from transformers import AutoTokenizer

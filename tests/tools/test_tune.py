@@ -139,7 +139,7 @@ def test_writing_a_table_keeps_other_entries(tmp_path: Path, monkeypatch: pytest
     assert kv_cache_triton.move_config("copy", **facts) == kv_cache_triton.MoveConfig()
 
 
-def test_table_records_a_sweep_that_keeps_the_heuristic(
+def test_sweep_without_a_faster_candidate_is_recorded_with_an_empty_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name

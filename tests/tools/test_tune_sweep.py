@@ -20,7 +20,7 @@ HEURISTIC = triton.MoveConfig().chunk
 
 
 def _doubled(x):
-    """Return `2 * x`; the program depends on the tuned chunk, and some chunks make it fail."""
+    """Return `2 * x`. With some values of the launch parameter `chunk`, fail or return `3 * x`."""
     chunk = triton.move_config("write", head_size=8, itemsize=4).chunk
     if chunk == DOES_NOT_LOWER:
         raise NotImplementedError("no such tile\nand more")

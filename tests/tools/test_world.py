@@ -48,7 +48,7 @@ def test_arithmetic_answers_are_correct(operation, words):
 
 
 @pytest.mark.parametrize("task", FITS_WORD)
-def test_word_answers_are_correct_for_a_word_of_the_question(task):
+def test_answers_about_the_letters_of_a_word_are_correct(task):
     for example in sample_examples(2, 200, task=task):
         words = re.findall(r"\w+", example.prompt)
         assert any(FITS_WORD[task](example.answer, word) for word in words), example

@@ -20,8 +20,8 @@ class AnswerItem:
         kind: The kind of the item.
         index: Position of the item in the answer.
         call: Index, id and function name of a tool call. None for other kinds.
-        is_complete: Whether the item has ended. False at the end if the answer was cut short within
-            this item.
+        is_complete: Whether all of the item has been generated. The last item stays incomplete if
+            the answer reached its token limit, or if the engine aborted the request.
         chunks: Parts of the text, or of a tool call's arguments as JSON text. Empty if
             `AnswerEvents` does not keep text.
     """

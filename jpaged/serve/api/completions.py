@@ -129,7 +129,8 @@ class CompletionsGeneration(ChoicesGeneration):
         if with_prompt:
             index = number // self._api_request.n
             prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
-            # The last tokens of a request that was cut short may have no log-probabilities.
+            # If the engine aborted the request, the last tokens of the prompt may have no
+            # log-probabilities.
             scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
             # Tokens that the tokenizer added before the text have negative offsets here.

@@ -657,7 +657,7 @@ def _schema_part(schema: OpenApiSchema, part: str) -> OpenApiSchema:
 
 def _describe_schema(schema: OpenApiSchema) -> str:
     """Describe in words which values a schema accepts."""
-    # Ignore the description of a body, which does not describe the accepted values.
+    # The description of a body class is its docstring, which does not list the accepted values.
     has_note = "description" in schema and "properties" not in schema
     note = f" ({schema['description']})" if has_note else ""
     if "anyOf" in schema:

@@ -75,7 +75,7 @@ class Generation(ABC):
         self._prompt_logprobs: dict[int, list[LogprobsByToken | None]] = {}
         self._num_cached_tokens: dict[int, int] = {}  # by the prompt's index
         self._num_output_tokens = 0
-        self._finished_answers: set[int] = set()  # numbers of the finished answers
+        self._finished_answers: set[int] = set()  # indices of the finished answers
 
     @abstractmethod
     async def _make_engine_requests(self) -> list[EngineRequest]:
@@ -150,7 +150,10 @@ class Generation(ABC):
         return self._api_request.spec_path
 
     def _with_request_path(self, error: ApiError) -> ApiError:
-        """Return the error with the path of the structured-output spec replaced by `_spec_path`."""
+        """Return the error with the path of the request's field in place of the engine's field.
+
+        The engine's errors name fields of `StructuredOutputs`. Replace these names by `_spec_path`.
+        """
         names = (f"structured_outputs.{kind}" for kind in StructuredOutputs.KINDS)
         return error.with_renamed_fields(dict.fromkeys(names, self._spec_path))
 
@@ -165,7 +168,7 @@ class Generation(ABC):
     def _process_update(self, update: RequestUpdate) -> list[tuple[int, TextDelta]]:
         """Count the tokens of an update, and return each delta with the number of its answer.
 
-        If the request was cut short, add a last delta for each answer that has not finished.
+        If the engine aborted the request, add a last delta for each answer that has not finished.
         """
         index, delta = update
         self._num_cached_tokens[index] = delta.num_cached_tokens or self._num_cached_tokens.get(
@@ -178,7 +181,7 @@ class Generation(ABC):
         self._num_output_tokens += sum(len(each.token_ids) for _, each in deltas)
         finished = {number for number, each in deltas if each.finished}
         self._finished_answers |= finished
-        # Every finished request has metrics, unless the request was cut short.
+        # Every finished request has metrics, unless the engine aborted the request.
         if delta.finished and (not finished or delta.metrics is None):
             rest = {*range(first, first + self._api_request.n)} - self._finished_answers
             deltas += [(number, TextDelta("", finish_reason="abort")) for number in sorted(rest)]
@@ -227,7 +230,7 @@ class ChoicesGeneration(Generation):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._event_start: bytes | None = None
-        self._started_answers: set[int] = set()  # numbers of the answers that have a chunk
+        self._started_answers: set[int] = set()  # indices of answers whose first delta was encoded
 
     @abstractmethod
     def _chunks(self, number: int, delta: TextDelta, *, is_first: bool) -> list[JsonObject]:
@@ -388,9 +391,9 @@ class ChatGeneration(Generation):
     async def _check_call_grammar(self, spec: StructuredOutputs) -> None:
         """Raise ApiError if the grammar of an answer with tool calls does not compile.
 
-        To find the cause, compile each schema within the grammar separately, for at most
-        `GrammarTrial.seconds` each. The error names the first schema that fails. If each schema
-        compiles alone, the error names `tools`.
+        To find the cause, compile each schema within the grammar separately. The time limit for all
+        schemas together is `GrammarTrial.seconds`. The error names the first schema that fails. If
+        no schema fails in this time, the error names `tools`.
         """
         try:
             await self._tokenizing.check_spec(spec, "tools", self._client)

@@ -171,7 +171,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
-        """Raise ApiError for `thread`, and for everything that a `ChatRequest` rejects."""
+        """Raise ApiError if the field `thread` is set, or if `ChatRequest` rejects the request."""
         if self.thread is not None:  # after this error, Anthropic's client retries without `thread`
             problem = ": this server keeps no conversations: send the whole conversation"
             raise field_error("thread", problem, code=THREAD_UNSUPPORTED_CODE)
@@ -392,7 +392,10 @@ class MessagesGeneration(ChatGeneration):
         return self._message()
 
     def _check_finished(self) -> None:
-        """Raise ApiError if the answer was cut short: Anthropic has no `stop_reason` for that."""
+        """Raise ApiError if the engine aborted the answer.
+
+        Anthropic's API has no `stop_reason` for aborted answers.
+        """
         if self._answer_events(0).finish_reason == "abort":
             raise unavailable_error(
                 "the server was paused or is shutting down, so it ended the answer"

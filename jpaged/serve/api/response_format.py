@@ -116,7 +116,10 @@ _RESPONSE_FORMAT_PATHS = {"structured_outputs.json": "response_format.json_schem
 
 
 def _build_spec(fields: dict[str, Any], names: Mapping[str, str]) -> StructuredOutputs:
-    """Return `StructuredOutputs(**fields)`. Errors rename the field paths by `names`."""
+    """Return `StructuredOutputs(**fields)`, or raise ApiError if the fields are invalid.
+
+    `names` maps field paths in the error to the paths of the fields in the request.
+    """
     try:
         return StructuredOutputs(**fields)
     except (TypeError, ValueError) as error:

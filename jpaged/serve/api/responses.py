@@ -257,8 +257,8 @@ class _ChatMessageBuilder:
     def _open_assistant_message(self, index: int, *, is_text: bool = False) -> JsonObject:
         """Return the assistant message to which the next input item belongs.
 
-        That is the last message if the assistant wrote it. Otherwise, or if the item is text and
-        the last message already has tool calls, add a new message.
+        Add a new message if the last message is not an assistant message. Also add a new message if
+        the item is text and the last message has tool calls. Otherwise, return the last message.
         """
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or (is_text and "tool_calls" in last):
@@ -399,7 +399,7 @@ class ResponsesGeneration(ChatGeneration):
         if status == "incomplete":
             details = {"reason": "max_output_tokens"}
         elif status == "failed":
-            message = "the answer was cut short by a timeout or a failure"
+            message = "the server was paused or is shutting down, so it ended the answer"
             error = {"code": "server_error", "message": message}
         text_format = request_body.text.format if request_body.text is not None else None
         return {

@@ -69,7 +69,10 @@ PAGE_PATHS = frozenset(
 
 
 class ViewerState(Enum):
-    """State of a viewer in the stream of pool diffs."""
+    """State of a dashboard viewer: without a snapshot, waiting for a snapshot, or up to date.
+
+    A viewer first gets a snapshot of the KV block pool, then a stream of changes: the pool diffs.
+    """
 
     # The viewer is new, or its diffs were dropped and it has not tried to read again.
     BEHIND = auto()
@@ -81,7 +84,7 @@ class Viewer:
     """Unread events of one viewer of the dashboard.
 
     Attributes:
-        state: State of the viewer in the stream.
+        state: Whether the viewer needs a snapshot of the pool or gets pool diffs.
         has_unread: Set when the viewer has unread events.
     """
 
@@ -207,8 +210,8 @@ class Broadcast:
         snapshot = (
             None if pool_diffs.snapshot is None else self._with_token_text(pool_diffs.snapshot)
         )
-        # Only new viewers get the snapshot, but later diffs do not repeat its token text. So send
-        # the text to the other viewers as a diff.
+        # A snapshot may contain token text that no diff contains. Viewers that do not get the
+        # snapshot get this text as an additional diff.
         if snapshot is not None and snapshot.text:
             diffs.append(PoolDiff(snapshot.step, PoolChanges(), snapshot.text))
         if diffs or pool_diffs.stats != self._stats:

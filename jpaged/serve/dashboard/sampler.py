@@ -75,15 +75,15 @@ class PoolSampler:
             self._sample(self._watch)
 
     def fetch(self, snapshot: bool = False, tokens: bool = False) -> PoolDiffs:
-        """Return the pool diffs since the last call, and start sampling if it is stopped.
+        """Return the pool diffs since the last call, and start sampling if it has stopped.
 
-        A call that starts sampling also returns a snapshot. The call after a failure only reports
-        the failure.
+        A call that starts sampling also returns a snapshot. If sampling has failed, the next call
+        only reports the failure.
 
         Args:
-            snapshot: Whether to take a snapshot too. No snapshot is taken if the previous one was
-                so recent that snapshots would exceed `MAX_TIME_FRACTION`.
-            tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
+            snapshot: Whether to take a snapshot too. Snapshots may take `MAX_TIME_FRACTION` of the
+                time. If the previous snapshot is too recent for this limit, take no snapshot.
+            tokens: Whether the next snapshot and all later diffs contain the tokens of blocks.
         """
         now = self._last_fetch = self._clock()
         snapshot_diff = None
@@ -110,8 +110,8 @@ class PoolSampler:
         if diff is not None and diff.changes:
             self._diffs.append(diff)
         # `fetch` takes a sample even if the time budget is negative. Reset a negative budget to 0
-        # before subtracting: otherwise, many fetches could prevent samples after steps for a long
-        # time.
+        # before subtracting this sample's time. Otherwise, frequent fetches would lower the budget
+        # without limit, and no step would be sampled for a long time.
         self._budget_s = max(self._budget_s, 0.0) - (self._work_clock() - started)
 
     def _make_snapshot(self, tokens: bool) -> PoolDiff | None:

@@ -307,11 +307,13 @@ class EngineClient:
             self._abort(run.unfinished_ids)
 
     async def fetch_pool_diffs(self, snapshot: bool, tokens: bool) -> PoolDiffs:
-        """Return the changes of the pool since the last fetch. Only one fetch may run at a time.
+        """Return the changes of the KV block pool since the last fetch.
+
+        Only one fetch may run at a time.
 
         Args:
             snapshot: Whether to fetch the state of the whole pool too.
-            tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
+            tokens: Whether the next snapshot and all later diffs contain the tokens of blocks.
 
         Raises:
             ApiError: The engine is not running.
@@ -494,7 +496,7 @@ class AttachedEngine:
         return cls(await EngineClient.connect(sock, {}))
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Send `StopEngine`, on which `jpaged.serve.serve` returns in the engine's process."""
+        """Send `StopEngine`, so that `jpaged.serve.serve` returns in the engine's process."""
         await self.client.stop()
 
     def kill_and_close(self, reason: str) -> None:

@@ -40,11 +40,11 @@ class AbortRequests(msgspec.Struct, tag=True):
 
 
 class FetchPoolDiffs(msgspec.Struct, tag=True):
-    """Command to send the `PoolDiffs` since the last fetch.
+    """Command to report the changes of the KV block pool since the last fetch, as `PoolDiffs`.
 
     Attributes:
         snapshot: Whether to send the state of the whole pool too.
-        tokens: Whether diffs from the next snapshot on contain the tokens of blocks.
+        tokens: Whether the next snapshot and all later diffs contain the tokens of blocks.
     """
 
     snapshot: bool
@@ -125,12 +125,12 @@ class ControlResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineUpdate(msgspec.Struct, tag=True):
-    """Report of one iteration of the engine process.
+    """Report of the tokens that the engine has generated since the last `EngineUpdate`.
 
     Attributes:
-        deltas: New tokens of requests since the last report. The log-probabilities of a long
-            prompt are spread over several reports.
-        stats: Statistics of the engine, in a few reports per second.
+        deltas: New tokens of each request. The log-probabilities of a long prompt are spread over
+            several reports.
+        stats: Statistics of the engine. Only a few reports per second contain statistics.
     """
 
     deltas: list[RequestDelta]
@@ -156,13 +156,13 @@ class PoolDiffs(msgspec.Struct, tag=True):
     """Report of the changes of the KV block pool since the last fetch, for the dashboard.
 
     Attributes:
-        epoch: Number of times that the sampler has started. Changes that occur between two epochs
-            are not reported.
-        diffs: Pool diffs in order of time.
+        epoch: Number of times that recording of the changes has started. Recording stops when no
+            report is fetched for some seconds. Changes are lost until recording starts again.
+        diffs: Changes since the last report, in order of time.
         stats: Current statistics of the engine.
-        snapshot: Diff between an empty pool and the state after `diffs`. The first report of an
-            epoch has a snapshot.
-        failed: Whether the sampler has failed since the last report. The log has the cause.
+        snapshot: State of the whole pool after `diffs`, written as the changes from an empty pool.
+            The first report of an epoch has a snapshot. Other reports may have None.
+        failed: Whether recording has failed since the last report. The log has the cause.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""Tokenizes and detokenizes texts and tests structured-output specs, in forks of a process.
+"""Tokenize texts, detokenize token ids and test structured-output specs, in forks of a process.
 
 Short texts never wait for long texts, and texts never wait for tests of specs. If the client of a
 job disconnects, the fork that runs the job is killed.
@@ -63,7 +63,7 @@ After this time, the spec is tested again: it may pass when the machine is less 
 _LIMIT_SIGNALS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGTRAP}
 )
-"""Signals that kill a fork when its job exceeds a limit of time, stack or memory.
+"""Signals that kill a fork when its job crashes or exceeds a limit of time, stack or memory.
 
 Any other signal comes from outside, such as SIGKILL when the machine runs out of memory.
 """
@@ -74,7 +74,7 @@ _decoder = msgspec.msgpack.Decoder(TokenizeResult)
 
 
 class TokenizingService:
-    """Tokenizes, detokenizes and tests structured-output specs for the HTTP server.
+    """Service that tokenizes texts, detokenizes token ids and tests structured-output specs.
 
     Args:
         tokenizer: The model's tokenizer, used in this process for single tokens.
@@ -228,7 +228,8 @@ class TokenizingService:
         unless it is an internal error.
         """
         digest = hashlib.sha256(_encoder.encode(job)).digest()
-        # If a client sends several concurrent requests with the same spec, test the spec only once.
+        # If a client sends several concurrent requests with the same structured-output spec, test
+        # the spec only once.
         lock = self._trial_locks.setdefault((client, digest), asyncio.Lock())
         async with lock:
             result, since = self._trial_results.get(digest, (None, 0.0))
@@ -278,7 +279,7 @@ class TokenizingService:
         )
 
     def num_characters(self, token_id: int) -> int:
-        """Return the number of characters that begin in the token."""
+        """Return the number of characters whose first UTF-8 byte is in the token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
     def close(self) -> None:
@@ -438,8 +439,8 @@ class TokenizingWorkers:
                     _worker_error(f"ended {queued_job.num_tries} times")
                 )
         elif isinstance(error, TimeoutError) and queued_job.is_trial:
-            # A trial has limits of CPU time and of wall time. If the wall time runs out first, the
-            # machine was probably busy, so the client should retry.
+            # The test of a structured-output spec has limits of CPU time and of wall time. If the
+            # wall time runs out first, the machine was probably busy, so the client should retry.
             words = f"checking the output schema took longer than {self._timeout:g} seconds: retry"
             queued_job.future.set_exception(unavailable_error(words, 1))
         elif isinstance(error, TimeoutError):
@@ -453,12 +454,12 @@ class TokenizingWorkers:
             # A signal ends a fork that exceeds a limit. This fork exited by itself, so the job
             # exceeded no limit.
             queued_job.future.set_exception(_worker_error(f"ended with code {code}"))
-        # The likely cause is native code, which aborts when memory runs out.
+        # A signal in `_LIMIT_SIGNALS` ended the fork. Most likely, native code aborted because
+        # memory ran out. The job may also have crashed, for example by a stack overflow.
         elif isinstance(error, EOFError):
             most = self._process.settings.max_memory // MIB
-            queued_job.future.set_result(
-                TokenizeResult(exceeded_limit=f"more than the limit of {most} MiB of memory")
-            )
+            words = f"more than the limit of {most} MiB of memory, or crashed"
+            queued_job.future.set_result(TokenizeResult(exceeded_limit=words))
         else:
             queued_job.future.set_exception(error)
 

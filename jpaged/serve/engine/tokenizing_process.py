@@ -236,7 +236,7 @@ class TokenizingProcess:
         # Ignore that the process has ended: `wait_ready` will raise an error.
         with suppress(OSError):
             processes.send(child.sock, _encode(self.settings))
-        # Assign `_child` last. The event loop may send commands as soon as it is set, and the
+        # Assign `_child` last. The event loop may send commands as soon as `_child` is set, but the
         # settings must be the first message.
         self._child, self._is_ready = child, False
         self.num_starts += 1

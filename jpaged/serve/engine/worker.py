@@ -52,7 +52,7 @@ LOGPROBS_CHUNK_SIZE = 512
 _STATS_INTERVAL_S = 0.2
 
 _MAX_COMMANDS_TIME_S = 0.005
-"""Seconds of commands before a step, after which no further command is started."""
+"""Maximum seconds that a step waits for commands. The last command may exceed the limit."""
 
 _PARENT_CHECK_INTERVAL_S = 1.0
 
@@ -74,8 +74,8 @@ class EngineWorker:
         # Unsent deltas, by request id, of requests whose prompt log-probabilities are sent in
         # chunks.
         self._chunks_by_request: dict[str, deque[RequestDelta]] = {}
-        # A pause with mode="wait" begins when all requests have finished. Commands that arrive
-        # before it begins are held.
+        # A pause with mode="wait" begins when all requests have finished. Until then, new requests
+        # and control commands are held.
         self._pending_pause: ControlEngine | None = None
         self._held_commands: list[EngineRequest | ControlEngine] = []
 
@@ -106,7 +106,7 @@ class EngineWorker:
             self._engine.advance()
             self._sampler.after_step()
         if self._pending_pause is not None and not self._engine.has_work:
-            self._end_pending_pause(self._pending_pause)
+            self._begin_pending_pause(self._pending_pause)
         if self._link.is_flushed:
             self._send_update()
 
@@ -123,7 +123,11 @@ class EngineWorker:
         return None if message is None else decode_command(message)
 
     def _handle_commands(self) -> None:
-        """Run all received commands; while requests run, for at most `_MAX_COMMANDS_TIME_S`."""
+        """Run the received commands.
+
+        If the engine has steps to run, stop after `_MAX_COMMANDS_TIME_S`. The remaining commands
+        run after the next step.
+        """
         is_busy = self._is_busy
         can_send = self._chunks_by_request and self._link.is_flushed
         command = self._receive(0.0 if is_busy or can_send else HEARTBEAT_INTERVAL_S)
@@ -169,8 +173,8 @@ class EngineWorker:
             request_id = next(iter(self._chunks_by_request))
             chunks = self._chunks_by_request.pop(request_id)
             to_send.append(chunks.popleft())
-            # The request's next deltas can follow immediately if they have no prompt
-            # log-probabilities, because they are small.
+            # Also send the request's following deltas, up to the next delta with prompt
+            # log-probabilities. Deltas without prompt log-probabilities are small.
             while chunks and not chunks[0].prompt_logprobs:
                 to_send.append(chunks.popleft())
             if chunks:  # put this request at the end, so that requests take turns
@@ -209,7 +213,9 @@ class EngineWorker:
         engine, arguments, error = self._engine, dict(command.arguments), None
         folder = arguments.pop("path", None)
         is_wait = command.action == "pause" and arguments.get("mode") == "wait"
-        # `Engine.pause` raises an error if requests cannot end, or if `recompute` is set.
+        # Delay a pause with mode="wait" only if the engine can run steps. Otherwise, call
+        # `Engine.pause` now, which raises an error if requests are unfinished. `Engine.pause` also
+        # raises an error for mode="wait" with `recompute`, so do not delay that call either.
         if is_wait and engine.can_advance and not arguments.get("recompute"):
             self._pending_pause = command
             return
@@ -221,7 +227,7 @@ class EngineWorker:
         except (TypeError, ValueError, RuntimeError, OSError) as problem:
             log_line(f"{command.action}: {problem}")
             text = str(problem)
-            if folder is not None:  # the client may not see where the server keeps its files
+            if folder is not None:  # do not show the client where the server keeps its files
                 text = text.replace(folder, Path(folder).name)
             error = error_info(ValueError(text))
         self._send(
@@ -236,8 +242,8 @@ class EngineWorker:
         if error is not None:
             engine.check_alive()
 
-    def _end_pending_pause(self, command: ControlEngine) -> None:
-        """Pause the engine, and handle the commands that arrived in the meantime."""
+    def _begin_pending_pause(self, command: ControlEngine) -> None:
+        """Pause the engine now that all requests have finished, and run the held commands."""
         self._pending_pause = None
         arguments = {**command.arguments, "mode": "keep"}
         self._control(ControlEngine(command.control_id, "pause", arguments))

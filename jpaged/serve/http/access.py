@@ -128,15 +128,17 @@ def _password(encoded: str) -> str:
 
 
 def _is_first_party(scope: Scope) -> bool:
-    """Return whether the user or a page of this server, rather than another site, sent the request.
+    """Return whether the request was sent by the user or by a page of this server.
 
-    Browsers send Sec-Fetch-Site, except over plain HTTP to another machine. In this case, the
-    Origin header decides, which browsers send with every request that may change something.
+    Browsers report the sender in the header Sec-Fetch-Site, except over plain HTTP to another
+    machine. Without Sec-Fetch-Site, check the header Origin. Browsers send Origin with every
+    request except GET and HEAD.
     """
     headers = Headers(scope=scope)
     site, has_safe_method = headers.get("sec-fetch-site"), scope["method"] in _SAFE_METHODS
     if site is not None:
-        # Also accept the dashboard's page if the user followed a link on another site.
+        # Also accept requests that open a page. The user may enter the dashboard's address, or
+        # follow a link from another site to the dashboard.
         is_navigation = has_safe_method and (
             site == "none" or headers.get("sec-fetch-mode") == "navigate"
         )

@@ -362,9 +362,10 @@ class App:
         return self._respond_when_ready(request, answer)
 
     async def _read_body(self, request: Request, body_type: type[T]) -> T:
-        """Read the body of a request as a `body_type`.
+        """Read the body of a request, and convert it to `body_type`.
 
-        The limit on values allows at least as many token ids as the model's maximum length.
+        The limit on JSON values is high enough for a prompt of token ids with the model's maximum
+        length.
         """
         serving = self._serving
         min_limit = serving.tokenizing.max_model_len + _MAX_EXTRA_VALUES

@@ -59,13 +59,14 @@ _MAX_SEARCHED_BYTES = 2**20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _MAX_DIGITS = 64
-"""Size of the aligned groups of bytes in a body that must not all be digits.
+"""Number of bytes per group when a body is divided into groups to find long numbers.
 
-A number with this many digits may be refused, and a number with twice as many always is.
+A body is refused if one group contains only digits. So a number with this many digits is refused if
+the number fills a group. A number with twice as many digits always fills a group.
 """
 
 _DIGITS_PER_VALUE = 8
-"""Size of the aligned groups of digits that each count as one more JSON value.
+"""Number of bytes per group when digits are counted. A group of digits counts as one JSON value.
 
 Building a number with 63 digits takes seven times as long as building one with 15 digits.
 """
@@ -78,13 +79,13 @@ _MAX_EXACT_FLOAT = 2**53
 
 _SCALAR_TYPES = frozenset({int, float, bool, str, type(None)})
 
-# Weight of each byte outside strings, for counting JSON values. Each value has a weight of 1, from
-# the comma or colon before it. A string, a fraction, an array or an object has a weight of 3 more,
-# from its closing quote, decimal point or opening bracket, because building it takes longer.
+# Weight of each byte outside strings. The sum over a body is the weight of the body's JSON values,
+# as in `parse_json`. A comma or a colon adds 1 for the value after it. A closing quote or a decimal
+# point adds 3, because a string or a fraction takes longer to build. An opening bracket adds 4: 3
+# for the array or object, and 1 for the first item inside, which has no comma before it.
 _VALUE_COUNTS = np.zeros(256, np.uint8)
 _VALUE_COUNTS[list(b",:")] = 1
 _VALUE_COUNTS[list(b'".')] = 3
-# An opening bracket also has the weight of the first item, which has no comma before it.
 _VALUE_COUNTS[list(b"[{")] = 4
 
 
@@ -165,13 +166,13 @@ class BodyReader:
 def parse_json(body: bytes | bytearray, max_values: int) -> Any:
     """Parse a JSON text strictly, and return its value.
 
-    Values count towards the limit by the time that building them takes. An integer, true, false or
-    null counts as one. A string, a key, a fraction, an array or an object counts as four. A long
-    number counts as one more for about every eight digits.
+    Each value has a weight, because some values take longer to build. An integer, true, false or
+    null has weight 1. A string, a key, a decimal fraction, an array or an object has weight 4. In a
+    long number, about every eight digits add 1.
 
     Args:
         body: JSON text in UTF-8.
-        max_values: Maximum number of values in the body, weighted as above.
+        max_values: Maximum sum of the weights of all values in the body.
 
     Raises:
         ApiError: The body has too many values, is not JSON in UTF-8, or contains NaN or an
@@ -220,7 +221,7 @@ def _scan_body(body: bytes | bytearray, max_values: int) -> tuple[int, list[tupl
         codes = np.frombuffer(chunk, np.uint8)
         quotes = codes == ord('"')
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
-        in_string, outside = inside[-1], inside == 0  # a closing quote counts as outside
+        in_string, outside = inside[-1], inside == 0  # a closing quote counts as outside the string
         quote_positions = np.flatnonzero(quotes)
         if len(quote_positions):
             starts = np.concatenate(([string_start - start], quote_positions[:-1] + 1))
@@ -264,8 +265,8 @@ def _decode(body: bytes | bytearray, string_spans: list[tuple[int, int]]) -> Any
             raise _invalid_json_error(f"a key is longer than {_LONG_STRING_BYTES} bytes")
         number = f"0e{secret}{i:04}"
         values[number] = _decode_string(body, start, end)
-        # Put spaces around the number that replaces the string. In invalid JSON, digits may stand
-        # directly before or after the string, and must not become digits of the number.
+        # Replace the long string by `number`, with a space on each side. In invalid JSON, digits
+        # may directly precede or follow the string. The spaces separate these digits from `number`.
         shortened_body += b"%b %b " % (body[at : start - 1], number.encode())
         at = end + 1
         shifts.append((len(shortened_body), at - len(shortened_body)))
@@ -315,8 +316,8 @@ def _shift_position(
 
     Args:
         error: Error with a byte position in the decoded text.
-        shifts: Pairs of a position in the decoded text and the number of bytes to add to positions
-            from there on, in ascending order.
+        shifts: Pairs `(start, offset)` in ascending order. Add `offset` to the position if it is
+            between `start` and the next pair's `start`.
     """
 
     def shifted_position(found: re.Match[str]) -> str:
@@ -327,14 +328,14 @@ def _shift_position(
 
 
 def _count_digit_groups(codes: np.ndarray, outside: np.ndarray) -> int:
-    """Count the aligned groups of `_DIGITS_PER_VALUE` bytes that are all digits.
+    """Divide a chunk into groups of `_DIGITS_PER_VALUE` bytes, and count groups with only digits.
 
     Args:
-        codes: Bytes of the body as numbers.
+        codes: Bytes of the chunk as numbers.
         outside: For each byte, whether the byte is outside strings.
 
     Raises:
-        ApiError: All bytes of an aligned group of `_MAX_DIGITS` are digits.
+        ApiError: The digits of a number fill one of the chunk's groups of `_MAX_DIGITS` bytes.
     """
     size = len(codes) // _MAX_DIGITS * _MAX_DIGITS
     are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]

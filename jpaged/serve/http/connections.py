@@ -47,7 +47,7 @@ _PROBE_INTERVAL_S = 0.1
 """Seconds between two probes of a half-closed client."""
 
 _MIN_ACCEPT_BATCH = 4
-"""Initial `Listener.accept_batch`, for servers with few files."""
+"""Initial `Listener.accept_batch`, for servers with few file descriptors."""
 
 _SURPLUS_KEY = "jpaged_surplus"
 _CLOSE_HEADER = (b"connection", b"close")
@@ -361,14 +361,15 @@ class SurplusGuard:
 
 
 class Listener(socket.socket):
-    """Listening TCP socket that keeps asyncio from running out of files.
+    """Listening TCP socket that keeps asyncio from running out of file descriptors.
 
-    asyncio accepts all waiting connections before it handles the first. This socket ends each
-    batch early, so that surplus connections are closed between two batches.
+    asyncio accepts all waiting connections in one batch, before it handles the first connection.
+    This socket limits the size of a batch. So the server can close surplus connections between two
+    batches.
 
-    If `accept` fails for lack of files, asyncio pauses for a second. But first, asyncio repeats and
-    logs the attempt as many times as the backlog is long. This socket ends the attempts after the
-    first failure.
+    If `accept` fails because no file descriptor is free, asyncio accepts nothing for one second.
+    Before this pause, asyncio calls `accept` up to `backlog` times, and logs each failure. This
+    socket ends the batch after the first failure.
 
     Args:
         family: `AF_INET` or `AF_INET6`.
@@ -388,7 +389,8 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         if not self._num_accepts_left:
             self._num_accepts_left = self.accept_batch
-            # This error makes asyncio believe that no connection is waiting, which ends the batch.
+            # BlockingIOError tells asyncio that no connection is waiting. So asyncio ends the
+            # batch of accepted connections.
             raise BlockingIOError
         self._num_accepts_left -= 1
         try:

@@ -109,12 +109,14 @@ def find_weights_folder(root: Path | None, path: str) -> Path:
             the folder does not exist.
     """
     if root is None:
-        raise ApiError(403, "this server reads no weights: start it with --weights-folder FOLDER")
+        raise ApiError(
+            403, "the server has no weights folder: start the server with --weights-folder FOLDER"
+        )
     try:
         folder = (root / path).resolve()
         is_inside, exists = folder.is_relative_to(root.resolve()), folder.is_dir()
     except (OSError, ValueError) as error:  # for example a null byte
-        raise field_error("path", "is not a path: pass the name of a folder") from error
+        raise field_error("path", "is not a valid path: pass the name of a folder") from error
     if not is_inside:
         raise ApiError(403, "path is outside --weights-folder: pass the name of a subfolder")
     if not exists:

@@ -269,7 +269,7 @@ class RequestMeter:
         metrics.output_tokens.inc(num_tokens)
 
     def _record_times(self, times: RequestMetrics) -> None:
-        """Record the times that the engine measured, with the same clock as the HTTP process."""
+        """Record how long each phase of the request took. The engine measured `times`."""
         scheduled, first = times.first_scheduled_time, times.first_token_time
         last, observe = times.finished_time, self._metrics.observe
         if scheduled is None or first is None or last is None:

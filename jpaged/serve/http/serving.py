@@ -154,7 +154,8 @@ class ServerState:
         config = self.config
         if not config.api_keys or config.share_prefix_cache_across_keys:
             return requested
-        # All digests have the same length, so salts of different API keys are always different.
+        # The first 32 characters of the returned salt depend only on the API key. The salt from the
+        # request follows these characters, so clients with different keys never have equal salts.
         key_salt = hmac.digest(self._salt_secret, client.encode(), "sha256").hex()[:32]
         return key_salt + (requested or "")
 
