@@ -5,8 +5,8 @@
 A program is a chain of multiplications and all-reduces; each works on the previous result. The time
 of an all-reduce is (time of the chain - time of the same chain without all-reduces) / number of
 all-reduces. The program returns its input in the same memory. Otherwise XLA would rebuild its CUDA
-graph for each launch, which takes longer than the all-reduces. A block is ten launches back to
-back, after which the script waits for the result; the time is the median over blocks. XLA selects
+graph for each launch, which takes longer than the all-reduces. A round is ten launches back to
+back, after which the script waits for the result; the time is the median over rounds. XLA selects
 its all-reduce when the process starts, so each implementation runs in a separate process. Each
 process checks its results.
 """
@@ -36,7 +36,7 @@ from pallas_kernels import device_sum
 WIDTH = 4096
 ROWS = (1, 8, 64, 256, 2048)
 SUMS = 64  # all-reduces per program
-LAUNCHES = 10  # launches per block
+LAUNCHES = 10  # launches per round
 NCCL = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
 WAYS = {"peer memory": "", "XLA": "", "NCCL": NCCL}
 MARKS = {8: 6.0, 64: 10.0}
@@ -47,12 +47,15 @@ SECONDS = 240
 
 
 def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
-    """Return a jitted function that performs `SUMS` multiplications, each followed by an
-    all-reduce.
+    """Return a jitted function of (x, share, peers) that runs `SUMS` all-reduces sequentially.
 
-    The function returns its argument x unchanged if the factors of all devices add up to 1. If
-    `sums` is false, a local addition replaces each all-reduce. If `by_peers` is true, the
-    all-reduces use peer memory.
+    Before each all-reduce, each device multiplies x by the device's factor in `share`. If the
+    factors of all devices add up to 1, the result equals x.
+
+    Args:
+        mesh: The devices.
+        sums: Whether to run the all-reduces. If false, `x + x` replaces each all-reduce.
+        by_peers: Whether the all-reduces use peer memory.
     """
 
     def body(x, share, peers):
@@ -74,10 +77,10 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:
-    """Time `repeats` blocks of calls. Return the median seconds per call, and the result of the
-    last call."""
+    """Run `repeats` rounds of `LAUNCHES` calls. Return the median seconds per call, and the result
+    of the last call."""
     taken = []
-    for _ in range(1 + repeats):  # the first block warms up
+    for _ in range(1 + repeats):  # the first round warms up
         begun = time.perf_counter()
         for _ in range(LAUNCHES):
             x = program(x)
@@ -87,7 +90,7 @@ def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.A
 
 
 def measure(mesh: Mesh, way: str, rows: int, repeats: int) -> dict:
-    """Measure an implementation (`way`) for `rows` rows; return a row of the results."""
+    """Measure the implementation `way` with an array of `rows` rows. Return the results by name."""
     by_peers = way == "peer memory"
     memory = PeerMemory(mesh) if by_peers else None
     peers = jnp.zeros(mesh.size, jnp.int32) if memory is None else memory.headers

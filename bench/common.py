@@ -168,12 +168,12 @@ def make_engine(shape: str, **options) -> Engine:
 
 
 EMBEDDED = "embedded"
-"""Name of the embedded model, for scripts that otherwise take the name of a shape."""
+"""Name of the model that ships with jpaged, for scripts that otherwise take the name of a shape."""
 
 
 def new_engine(shape: str, **options) -> Engine:
-    """Create an engine of the embedded model if `shape` is `EMBEDDED`. Otherwise create an engine
-    with random weights for the model shape `shape`."""
+    """Create an engine with the model that ships with jpaged if `shape` is `EMBEDDED`. Otherwise
+    create an engine with random weights for the published model shape `shape`."""
     return Engine(None, **options) if shape == EMBEDDED else make_engine(shape, **options)
 
 
@@ -211,7 +211,7 @@ def add_expert_option(parser: argparse.ArgumentParser) -> None:
 
 
 def format_of(engine: Engine) -> str:
-    """Return the key of `FORMATS` whose options the engine uses, for `--format`."""
+    """Return the value of `--format` (a key of `FORMATS`) that matches the engine's options."""
     config = engine.config
     asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
     narrow = {name: value for name, value in asked.items() if value == "fp8"}
@@ -274,7 +274,7 @@ class Floor:
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
-        """Return the lower bounds for one device of a running engine."""
+        """Return lower bounds of an engine's times, computed from one device's model shard."""
         whole = cast(ModelConfig, engine.model_config)
         model = whole.shard(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights

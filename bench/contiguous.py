@@ -62,7 +62,9 @@ class Decoder:
 
     Args:
         model: The model and its programs.
-        batching: "static" or "slabs".
+        batching: "static" or "slabs". With "static", a batch starts when all sequences of the
+            previous batch have ended. With "slabs", waiting requests take free batch rows before
+            each launch, and each batch row has `max_len` cache slots.
         num_slots: Maximum number of sequences in a batch. The cache has at least `MIN_ROWS` rows.
         max_len: Maximum number of tokens of a sequence, prompt and output together. A batch row of
             the cache has at most this many slots.
@@ -166,7 +168,8 @@ class Decoder:
         jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
-        """Compile all programs for prompts of up to `longest_prompt` tokens, or of any length."""
+        """Compile all programs. If `longest_prompt` is given, leave out the programs for longer
+        prompts."""
         shapes = set()
         for width in self.widths:
             top = bucket(min(longest_prompt or width, width), width)
@@ -177,8 +180,10 @@ class Decoder:
             list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
 
     def _counts(self, length: int) -> list[int]:
-        """Return the numbers of prompts for which a prefill program of this padded length is
-        compiled: the powers of 4 below the maximum, and the maximum.
+        """Return the batch sizes of the compiled prefill programs for prompts padded to `length`.
+
+        The batch sizes (numbers of prompts) are the powers of 4 below the maximum batch size, and
+        the maximum batch size.
         """
         most = min(max(self._max_batched_tokens // length, 1), self.num_slots)
         return [n for n in (4**i for i in range(8)) if n < most] + [most]
@@ -246,7 +251,7 @@ class Decoder:
         self._free_rows(lambda request: request.num_launched >= request.max_tokens)
 
     def _read(self) -> list[Request]:
-        """Read the tokens of the oldest launch and return the requests that ended with them."""
+        """Read the tokens of the oldest launch. Return the requests that these tokens complete."""
         tokens, columns = self._unread.popleft()
         found, ended = np.asarray(tokens).T.tolist(), []
         for column, request in columns:
@@ -271,7 +276,10 @@ def bucket(length: int, most: int) -> int:
 
 
 def check(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ValueError unless `holds` is true. The message is "NAME=VALUE must WANTED"."""
+    """Raise ValueError unless `holds` is true.
+
+    `wanted` completes the message: "be 1 or more" gives "num_slots=0 must be 1 or more".
+    """
     if not holds:
         raise ValueError(f"{name}={value!r} must {wanted}")
 
@@ -298,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="model folder (the embedded model)")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="model folder (the bundled model)")
     parser.add_argument("--shape", choices=[*ALL_SHAPES], help="random weights of this shape")
     parser.add_argument("--batching", choices=BATCHINGS, nargs="+", default=[*BATCHINGS])
     parser.add_argument("--num-slots", type=int, default=256)

@@ -61,8 +61,8 @@ def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
 def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
     """Decode `num_steps` tokens of every batch row.
 
-    A batch row stops growing when the cache holds `stops` [B] of its tokens (0 for an idle row).
-    Later output tokens of the row are meaningless.
+    `stops` [B] is the maximum number of tokens that the cache holds for each batch row; 0 for an
+    idle row. When a row has reached the maximum, later output tokens of the row are meaningless.
 
     Returns:
         The cache, and the tokens [num_steps, B].
@@ -103,7 +103,10 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
 # Because of this inner `jit`, JAX traces layers with equal shapes only once.
 @partial(jax.jit, static_argnums=(0, 2))
 def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
-    """Run one layer. The residual stream, which is the input, is `hidden` plus the sum of `update`.
+    """Run one layer.
+
+    The residual stream is `hidden` [T, D] plus the sum of `update` [partials, T, D] over the first
+    axis (split-K partials). An `update` of None means zeros.
 
     Returns:
         The new `hidden` and `update`, and K and V of the layer.
@@ -154,7 +157,11 @@ def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
 
 
 def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
-    """Store K and V of one new token per batch row, and compute attention over the whole row."""
+    """Store K and V of one new token per batch row, and compute the attention of the new tokens.
+
+    A new token attends to itself and to all cached tokens of the row. If `window` is given, the
+    token attends to the last `window` of these tokens.
+    """
     places = jnp.arange(q.shape[0], dtype=jnp.int32), lens
     kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
     if window is None:

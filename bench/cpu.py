@@ -1,4 +1,4 @@
-"""Measure the embedded model on a CPU (`python -m bench.cpu`): first token and throughput.
+"""Measure the bundled model on a CPU (`python -m bench.cpu`): first token and throughput.
 
 The first part starts `python -m jpaged` cold and warm, as `bench.startup` does. The second part
 serves 16 concurrent greedy requests with an engine of default options, and reports the output

@@ -53,11 +53,13 @@ Answers = list[list[int]]
 
 
 class Sampler(NamedTuple):
-    """Functions of a system. Each function returns only after the device has finished.
+    """Functions that sample answers, score answers, and update the weights for sampling.
+
+    Each function returns only after the device has finished.
 
     Attributes:
         sample: Returns `num_samples` consecutive answers per prompt, and the log-probabilities of
-            the answers' tokens, or None if the system computes no log-probabilities.
+            the answers' tokens, or None if the sampling computes no log-probabilities.
         score: Returns the log-probabilities of answers to the prompts.
         update: Takes new weights of the trainer.
     """
@@ -146,7 +148,10 @@ class Trainer:
 def make_engine_sampler(
     shape: str, lengths: tuple[int, int], kv_cache_bytes: int, *, is_invariant: bool
 ) -> Sampler:
-    """Return the sampler of the system "jpaged", or of "invariant" if `is_invariant` is true."""
+    """Return functions that sample and score with a jpaged engine.
+
+    If `is_invariant` is true, the engine is batch-invariant.
+    """
     engine = make_engine(
         shape,
         max_model_len=sum(lengths) + 1,  # scoring also needs room for one output token
@@ -171,7 +176,7 @@ def make_engine_sampler(
 
 
 def make_contiguous_sampler(shape: str, lengths: tuple[int, int], trainer: Trainer) -> Sampler:
-    """Return the sampler of the system "contiguous"."""
+    """Return functions that sample with contiguous KV memory, and score with the trainer."""
     with shape_folder(shape) as folder:
         if folder is None:
             raise ValueError("shape is None: pass the name of a shape")

@@ -165,9 +165,9 @@ def start_system(system: str, sizes: Sizes) -> Serve:
         num_slots=max(sizes.num_slots // sizes.max_model_len, 1),
         max_len=sizes.max_model_len,
         max_batched_tokens=MAX_BATCHED_TOKENS,
-        # The host reads the tokens of a launch after two further launches, so launches of many
-        # steps would add to the latency. They would save no time, because one step takes longer
-        # than its launch.
+        # One launch computes 1 or 4 decode steps. The host queues two more launches before reading
+        # the tokens of a launch, so the tokens of longer launches would arrive later. Longer
+        # launches would save no time, because computing a step takes longer than launching a step.
         launch_steps=(1, 4),
         arrivals=True,
     )

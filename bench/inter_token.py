@@ -20,7 +20,11 @@ DECODE_PROMPT = 128
 
 
 class Feed:
-    """Add a request with `length` prompt tokens and one output token every `every` steps."""
+    """A source of requests that arrive while other requests decode.
+
+    One request arrives every `every` steps. Each request has `length` prompt tokens and one output
+    token.
+    """
 
     def __init__(self, engine: Engine, length: int, every: int):
         self._engine, self._every = engine, every

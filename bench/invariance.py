@@ -39,8 +39,8 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     },
     "swap": {"preemption_mode": "swap"},
 }
-"""Engine options of each composition. With a `preemption_mode`, the pool is so small that requests
-are preempted."""
+"""Maps the name of an engine in the results ("composition") to the engine's options. With a
+`preemption_mode`, the pool is so small that requests are preempted."""
 
 Bits = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -124,11 +124,12 @@ def compare_scores(
 def measure(
     shape: str, num_pairs: int, max_len: int, count: int, modes: Sequence[str]
 ) -> Iterator[dict]:
-    """Compare each request alone with the same request in a batch, for each mode and composition.
+    """Compare requests that run alone with the same requests in random batches.
 
     Yields:
-        A row of results per mode of `MODES` and per composition of `COMPOSITIONS` (engine options).
-            It counts the compared pairs and the pairs with unequal bits (see the module docstring).
+        One row for each of `modes` and each engine of `COMPOSITIONS`. The row has the number of
+            compared pairs, and the number of pairs with unequal bits. Each mode has one more row,
+            which compares generation with `Engine.score_completions`.
     """
     common = {
         "max_num_seqs": 256,
@@ -170,7 +171,7 @@ def _row(shape: str, mode: str, name: str, counts: tuple[int, int, int], preempt
 def measure_costs(
     shape: str, repeats: int, modes: Sequence[str], parts: Sequence[str]
 ) -> Iterator[dict]:
-    """Yield one row per mode and case with the times of `parts`, a selection of `COST_PARTS`."""
+    """Yield one row per mode and measured case. `parts` selects measurements of `COST_PARTS`."""
     for mode in modes:
         if "steps" in parts:
             yield from _measure_steps(shape, repeats, mode)
@@ -184,7 +185,8 @@ def measure_costs(
 
 
 def _measure_steps(shape: str, repeats: int, mode: str) -> Iterator[dict]:
-    """Yield one row per case with the times of the cases A to D."""
+    """Yield the results of cases A and B of `bench.throughput`, and of cases C and D of
+    `bench.latency`."""
     engine = make_engine(shape, batch_invariant=MODES[mode])
     for case in "AB":
         rows = [throughput.measure(engine, shape, case, seed=seed) for seed in range(1 + repeats)]

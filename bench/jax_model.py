@@ -30,8 +30,8 @@ NUM_COMPILE_WORKERS = 8
 
 
 def make_config(shape: str, num_layers: int | None) -> dict[str, Any]:
-    """Return the config of a Qwen3 model with the sizes of a published shape. All three engines can
-    serve it."""
+    """Return the config of a Qwen3 model with the sizes of a published shape. The built-in Qwen3,
+    `fused_jax_llama` and `plain_jax_llama` support this config."""
     config = SHAPES[shape] | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -92,7 +92,12 @@ def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) 
 
 
 def measure(engine: Engine, repeats: int, scale: float) -> dict[str, float]:
-    """Return output tokens per second of case A, and the times of case D."""
+    """Measure case A of `bench.throughput` and case D of `bench.latency`.
+
+    Returns:
+        The output tokens per second of case A; and the milliseconds per decode step and the seconds
+        of the prefill of case D.
+    """
 
     def seconds(count: int, prompt_len: int, num_tokens: int) -> float:
         """Return the median seconds of several runs. The first run is not counted."""

@@ -3,9 +3,10 @@
     python -m bench.kernels [--repeats 7] [--sweep | --fp8]
 
 One jitted program calls the op many times with different queries and pools. The pools together
-exceed the GPU's L2 cache, so each call reads its pool from memory. The program is launched back to
-back, and awaited once per block. A figure is the median over the blocks of the time per call. It
-includes the launch gaps that the GPU cannot hide, as in a serving step.
+exceed the GPU's L2 cache, so each call reads its pool from memory. A round launches the program
+several times back to back, and then waits for the results. A figure is the median over the rounds
+of the time per call. The time includes the launch gaps that the GPU cannot hide, as in a serving
+step.
 
 Bytes are the keys and values in the pool, read once. FLOPs are 4 * N * H for each pair of a query
 and a visible key. The paging row compares blocks in random order with contiguous blocks. The
@@ -70,7 +71,7 @@ class Case:
     tokens: int
     heads: tuple[int, int]
     block_size: int
-    mark: float  # target of the measured figure, in `unit`
+    mark: float  # target of the measured speed or time, in `unit`
     unit: str
     fp8: bool = False
 
@@ -120,7 +121,7 @@ NEIGHBOURS_MARK = 1 / 1.05
 
 @dataclasses.dataclass(frozen=True)
 class FP8Product:
-    """The product of `rows` rows and an FP8 weight of Llama-3.1-8B."""
+    """A matrix product of `rows` input rows and an FP8 weight of Llama-3.1-8B."""
 
     name: str
     width: int
@@ -131,8 +132,8 @@ class FP8Product:
 
     @property
     def mark(self):
-        """Return the target of the product: for few rows the speed of reading the weight in TB/s,
-        otherwise the TFLOP/s."""
+        """Target speed of this matrix product: TB/s of reading the weight for up to 128 rows, and
+        TFLOP/s for more rows."""
         if self.rows <= 128:
             return 0.85 * BYTES_PER_SECOND / 1e12
         return 1000.0 if self.in_blocks else 1200.0
@@ -196,11 +197,12 @@ def attention(case, backend):
 
 
 def seconds_per_call(op, queries, pools, indices, repeats):
-    """Return the seconds per call of `op`, as the median over `repeats` blocks of launches.
+    """Return the seconds per call of `op`: the median over `repeats` rounds.
 
-    Each call depends on the result of the previous call. Otherwise XLA would merge independent
-    calls that read the same pool. A launch overwrites the results of the previous launch. Otherwise
-    XLA would rebuild the CUDA graph for the new addresses, which takes longer than a small kernel.
+    A round launches a program several times, and the program calls `op` many times. Each call
+    depends on the result of the previous call, so that XLA does not merge calls that read the same
+    pool. Each launch writes its results over those of the previous launch. For results at new
+    addresses, XLA would rebuild the CUDA graph, which takes longer than a small kernel.
     """
     num_queries, num_pools = len(queries), len(pools)
     read = num_queries * sum(x.nbytes for x in jax.tree.leaves(pools)) / num_pools
@@ -220,7 +222,7 @@ def seconds_per_call(op, queries, pools, indices, repeats):
     shapes = jax.eval_shape(step, (), queries, pools, indices)
     outputs = jax.tree.map(lambda it: jnp.zeros(it.shape, it.dtype), shapes)
 
-    def block(launches):
+    def run_round(launches):
         nonlocal outputs
         start = time.perf_counter()
         for _ in range(launches):
@@ -228,10 +230,10 @@ def seconds_per_call(op, queries, pools, indices, repeats):
         jax.block_until_ready(outputs)
         return (time.perf_counter() - start) / launches
 
-    block(1)
-    once = block(3)
+    run_round(1)
+    once = run_round(3)
     launches = max(3, int(0.05 / once))
-    return statistics.median(block(launches) for _ in range(repeats)) / len(pairs)
+    return statistics.median(run_round(launches) for _ in range(repeats)) / len(pairs)
 
 
 def measure(case, backend, repeats):
@@ -293,12 +295,13 @@ def _sweep_rows(cases, seconds):
 
 
 def build_fp8(product, seed=0):
-    """Return the arguments of FP8 GEMMs: FP8 rows with scales, a list of FP8 weights with scales,
-    and an empty tuple.
+    """Return the arguments of FP8 GEMMs: a list of FP8 rows with scales, a list of FP8 weights with
+    scales, and an empty tuple.
 
-    The weights together exceed the L2 cache. With block scales, the scales of the rows have the
-    shape [groups, rows] in which the quantization kernel stores them. A serving step transposes
-    these scales twice, and XLA removes both transpositions.
+    The weights together exceed the L2 cache. With block scales, the row scales are stored as
+    [groups, rows], and the GEMM kernel reads this layout. The GEMM op takes [rows, groups]. The
+    timed program therefore transposes the row scales twice, as a serving step does. XLA removes
+    both transpositions.
     """
     num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
     num_rows = max(num_weights, 4 if product.rows > 128 else 32)

@@ -50,7 +50,7 @@ FP8_REFERENCE = {
     ("D", "qwen3-30b-a3b"): (None, 10.30, None, None),
 }
 
-# The same numbers for two tensor-parallel GPUs, on which vLLM was not measured.
+# The same numbers as in `REFERENCE`, for two tensor-parallel GPUs. vLLM was not measured.
 REFERENCE_ON_TWO = {
     ("C", "llama-3.1-8b"): (None, 2.60, None, None),
     ("D", "llama-3.1-8b"): (None, 4.00, None, 0.885),
@@ -67,7 +67,7 @@ def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
-    """Return a result row: median times of a case, and lower bounds.
+    """Return a result row: the median times of a case, and a lower bound of each time.
 
     Each generation has new prompts.
     """

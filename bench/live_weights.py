@@ -47,7 +47,11 @@ def checkpoint_arrays(config: ModelConfig, dtype: Any) -> dict[str, jax.Array]:
 
 
 def memory_in_use(key: str = "bytes_in_use") -> int:
-    """Return the bytes of device memory in use, or their peak; 0 if the device reports none."""
+    """Return the number of bytes of device memory in use.
+
+    With the key "peak_bytes_in_use", return the maximum since the process started. Return 0 if the
+    device has no memory statistics.
+    """
     return (jax.local_devices()[0].memory_stats() or {}).get(key, 0)
 
 
@@ -55,7 +59,10 @@ def measure(engine: Engine, repeats: int) -> dict[str, Any]:
     """Return a result row: the times and the memory of weight updates, `sleep` and `wake_up`."""
     config = engine.model_config
     if not isinstance(config, ModelConfig):
-        raise TypeError("the engine serves a user's JAX model: pass the name of a shape")
+        raise TypeError(
+            "only built-in models can be measured, but the engine serves a user's JAX model: pass "
+            "an engine from `new_engine`"
+        )
     params = checkpoint_arrays(config, jnp.bfloat16)
     size = sum(it.nbytes for it in params.values())
     before, seconds = memory_in_use(), []

@@ -13,8 +13,8 @@ paper's: 19 prompt and 58 output tokens, and 161 and 338. EOS is ignored. The sa
 request share all of the prompt except its last token, whatever the model. So the last, partial
 block is copied for each sample immediately. The blocks that beams share depend on the model:
 
-    --engine    real log-probabilities: the embedded model with prompts from ARCHITECTURE.md,
-                or with --shape a model of that shape with random weights
+    --engine    real log-probabilities: the model that ships with jpaged, with prompts from
+                ARCHITECTURE.md, or with --shape a model of that shape with random weights
     --simulate  the scheduler alone, with synthetic log-probabilities (`bench.synthetic_beams`)
 """
 
@@ -74,7 +74,7 @@ WORKLOADS = (
 
 
 def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: int) -> list[int]:
-    """Return `count` log-normal lengths, clipped to 1 to `longest`, whose mean is `mean`."""
+    """Return `count` log-normal lengths with the mean `mean`, each from 1 to `longest`."""
     drawn, scale = rng.lognormal(0.0, 1.0, count), mean
     for _ in range(50):
         lengths = np.clip(np.rint(drawn * scale), 1, longest).astype(int)
@@ -83,14 +83,15 @@ def draw_lengths(rng: np.random.RandomState, mean: float, count: int, longest: i
 
 
 class Savings:
-    """Add up over all steps how many blocks sharing saves."""
+    """Totals over all steps: the number of physical blocks, and the number of logical blocks, which
+    would be needed without sharing."""
 
     def __init__(self):
         self.num_logical = self.num_physical = self.num_steps = 0
         self._sum_of_shares = 0.0
 
     def note(self, report: MemoryReport) -> None:
-        """Add a step's memory report, unless no sequence holds a block."""
+        """Add a step's memory report. Ignore the report if all block tables are empty."""
         if report.num_logical_blocks:
             self.num_steps += 1
             self.num_logical += report.num_logical_blocks
@@ -184,7 +185,8 @@ def measure(
 
 
 def engine_for(args: argparse.Namespace) -> Engine:
-    """Create an engine of the embedded model, or of `--shape` with random weights."""
+    """Create an engine with the model that ships with jpaged. If `--shape` is given, use a model of
+    that shape with random weights."""
     if args.shape is not None:
         return make_engine(args.shape, block_size=BLOCK_SIZE)
     options = {"enable_prefix_caching": False, "block_size": BLOCK_SIZE}
@@ -201,9 +203,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=[*SHAPES], help="with --engine: random weights")
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests to run")
     parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="default 2048, embedded model 1024"
+        "--max-model-len", type=int, metavar="N", help="default 2048, bundled model 1024"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="with the embedded model")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="with the bundled model")
     parser.add_argument("--lengths", choices=[w.name for w in WORKLOADS], nargs="+")
     parser.add_argument("--decoding", choices=[PARALLEL, BEAM], nargs="+", default=[PARALLEL, BEAM])
     parser.add_argument("--width", type=int, choices=WIDTHS, nargs="+", default=[*WIDTHS])

@@ -180,7 +180,7 @@ def row_of(shape: str, case: str, seconds: dict, answers: dict) -> dict:
 def _vocab_size(shape: str) -> int:
     if shape != EMBEDDED:
         return ALL_SHAPES[shape]["vocab_size"]
-    return 256  # Prompts of the embedded model consist of its 256 byte tokens.
+    return 256  # The model that ships with jpaged has one token for each value of a byte.
 
 
 def main() -> None:

@@ -134,9 +134,9 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
         A dict with `ms_a_step`, the milliseconds per step without tracing, and `num_steps`, the
         number of traced steps.
     """
-    # The prefills take less than `warm` steps, and a sequence gains at most one token per step. So
-    # when the sequences have `warm` output tokens on average, the engine has finished all prefills
-    # and some decode steps.
+    # First run until the sequences have `warm` output tokens on average. A sequence gains at most
+    # one token per step, so the loop takes at least `warm` steps. The prefills take less than
+    # `warm` steps, so all prefills are then complete, and the engine runs only decode steps.
     warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
     burst = engine.runtime_config.num_scheduler_steps
     max_tokens = warm + 2 * num_steps + 8 * burst + 16

@@ -183,7 +183,8 @@ def engine_alone(options: dict, runs: dict[float, list[Work]]) -> list[dict]:
 
 @contextmanager
 def server_of(options: dict) -> Iterator[str]:
-    """Run a server whose engine has these options until the context ends. Yield the URL of the API.
+    """Start a server with the given engine options, and yield the URL of the API. Stop the server
+    at the end of the `with` block.
 
     Raises:
         RuntimeError: the server did not start.
@@ -212,7 +213,10 @@ def _address(process: subprocess.Popen, log: TextIO) -> str:
 
 
 def of_shape(args: argparse.Namespace) -> list[dict]:
-    """Measure a server of `args.shape`, then the engine without a server; return all rows."""
+    """Measure a server, then the engine without a server. Return the result rows of both.
+
+    `args.shape` names the model. The server loads dummy weights.
+    """
     if args.max_tokens is None:
         args.max_tokens = MAX_TOKENS
     with tempfile.TemporaryDirectory() as folder:

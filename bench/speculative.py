@@ -66,7 +66,8 @@ def accept_even(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool
 
 @contextmanager
 def hash_drafts() -> Iterator[None]:
-    """While the context lasts, new engines use `HashDrafter` and accept the even drafts."""
+    """Inside the `with` block, make new engines draft with `HashDrafter`, and accept every draft
+    whose token id is even."""
 
     def make(config) -> HashDrafter:
         return HashDrafter(config.num_padded_drafts)
@@ -80,7 +81,8 @@ def hash_drafts() -> Iterator[None]:
 
 
 class AlwaysVerify:
-    """While the context lasts, the engine verifies drafts in every step where that is possible."""
+    """A context manager that sets the costs of verifying drafts to 0. Inside the `with` block, the
+    scheduler verifies drafts in every decode step that is small enough for drafts."""
 
     def __init__(self, engine: Engine):
         self._speculation = engine._loop.scheduler.speculation
@@ -202,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", nargs="+", type=int, default=list(ACCEPTANCE))
     parser.add_argument("--tokens", type=int, default=256, help="tokens per answer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--chats", action="store_true", help="chats with the embedded model")
+    parser.add_argument("--chats", action="store_true", help="chats with the bundled model")
     args = parse_arguments(parser, argv)
     if args.chats:
         found = [measure_chats(num_drafts) for num_drafts in args.drafts]

@@ -5,7 +5,7 @@
 
 Each start is a new process. The shapes have random weights and the engine options of the other
 benchmarks. The GEMMs of the shapes in `UNRECORDED` are not in the autotuning records that ship with
-jpaged. `--model embedded` runs `python -m jpaged` with the embedded model.
+jpaged. `--model embedded` runs `python -m jpaged` with the model that ships with jpaged.
 
 The phases are those that the engine logs. Sizing and compiling begin before the model is loaded, so
 their figures are the remaining waits after loading. "other" is the time between the phases.
@@ -76,8 +76,13 @@ engine.abort_all()
 
 
 class Kind(NamedTuple):
-    """A process start to measure: the model (a shape or `EMBEDDED`), the format (a key of
-    `FORMATS`), and the number of GPUs."""
+    """Setup of a process whose start is timed.
+
+    Attributes:
+        model: A key of `ALL_SHAPES`; `EMBEDDED` for the model that ships with jpaged.
+        form: Data types of the weights and the KV cache, a key of `FORMATS`.
+        num_devices: Number of GPUs.
+    """
 
     model: str
     form: str = "bf16"

@@ -97,7 +97,8 @@ QUICK = Sizes(
 def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict | None:
     """Time a decode step of `rows` sequences with about `context` tokens each.
 
-    Return None if the sequences do not fit in the pool.
+    Return None if the sequences do not fit in the pool, or exceed `max_num_seqs` or
+    `max_model_len`.
     """
     tokens = _start_decoding(engine, rows, context, num_steps)
     if tokens is None:
@@ -120,7 +121,8 @@ def time_prompts(
     """Time a step that computes whole prompts and one new token for each of `rows` decoding
     sequences.
 
-    Return None if the sequences do not fit in the pool.
+    Return None if the decoding sequences do not fit in the pool, or if the step exceeds
+    `max_num_batched_tokens`, `max_num_seqs` or `max_model_len`.
     """
     num_tokens, config = prompts * length + rows, engine.runtime_config
     room = (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
@@ -155,7 +157,9 @@ def time_prompts(
 
 
 def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
-    """Time launches that each copy `blocks` blocks; the launches follow each other immediately."""
+    """Measure the median time of a launch that copies `blocks` blocks. The launches run back to
+    back.
+    """
     pairs = tuple((1 + i, 1 + blocks + i) for i in range(blocks))
     plans = [StepPlan(step_id=-1, scheduled=(), block_copies=pairs)] * COPIES_IN_A_ROW
     times = [_time_plans(engine, plans) / COPIES_IN_A_ROW for _ in range(repeats + 1)][1:]
@@ -251,10 +255,12 @@ def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Itera
 def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> int | None:
     """Start `rows` sequences, and run steps until all of them decode.
 
-    In the middle of the following `num_steps` steps, each has about `context` tokens.
+    The caller then runs `num_steps` further steps. In the middle of these steps, each sequence has
+    about `context` tokens.
 
     Returns:
-        The total number of tokens of the sequences; None if they do not fit in the pool.
+        The total number of tokens of the sequences. None if the sequences do not fit in the pool,
+        or if they exceed `max_num_seqs` or `max_model_len`.
     """
     config, before = engine.runtime_config, engine.stats()
     length = max(context - num_steps // 2 - 2 * WARM_TURNS, 1)
@@ -276,12 +282,13 @@ def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> 
 
 
 def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
-    """Return the seconds per step over `num_steps` loop iterations; then abort all requests.
+    """Time `num_steps` loop iterations, abort all requests, and return the seconds per step.
 
     The function calls `add` before each iteration.
 
     Raises:
-        RuntimeError: the steps differ: some requests were preempted, or wait.
+        RuntimeError: the steps had different amounts of work, because a request was preempted or
+            had to wait; or the number of steps is not `num_steps`.
     """
     for _ in range(WARM_TURNS):
         add()

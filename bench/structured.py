@@ -10,12 +10,12 @@
     parts       host milliseconds per step, by part, of the same cases
     shares      answers at temperature 1 to the published schemas. `stop`: answers that end by
                 themselves. `valid`: those that an independent validator (`jsonschema`) accepts.
-                `length`: answers that were cut. `beginnings`: those that a valid answer can
-                start with
+                `length`: answers that reached the token limit. `beginnings`: those that could
+                still become valid with more tokens
 
-The model has random weights and a tokenizer of synthetic words (`--shape`), or is the embedded
-model. All rows are sampled with seeds at temperature 1. `--quick` is for CPUs: fewer rows and
-answers.
+The model has random weights and a tokenizer of synthetic words (`--shape`), or is the model that
+ships with jpaged. All rows are sampled with seeds at temperature 1. `--quick` is for CPUs: fewer
+rows and answers.
 
 The parts of a step on the engine's thread:
 
@@ -138,8 +138,12 @@ def published() -> dict[str, Any]:
 
 
 def shares(engine: Engine, size: Size) -> dict[str, Any]:
-    """Return the row of the table `shares`: how many answers end by themselves, are valid, are cut,
-    and are the beginning of a valid answer."""
+    """Generate answers to the published schemas, and return the row of the table `shares`.
+
+    The row counts complete answers (`stop`), and complete answers that match the schema (`valid`).
+    It also counts answers that reached `size.max_tokens` (`length`), and how many of these could
+    still become valid with more tokens (`beginnings`).
+    """
     forms = {name: StructuredOutputs(json=schema) for name, schema in published().items()}
     asked = [[*forms][i % len(forms)] for i in range(size.answers)]
     params = [
@@ -164,7 +168,8 @@ def shares(engine: Engine, size: Size) -> dict[str, Any]:
 
 
 def _validators() -> Any:
-    """Return a function that takes a schema's name and a text, and returns whether it is valid."""
+    """Return a function (name, text) that returns whether the text is valid JSON for the published
+    schema with this name."""
     from jsonschema import Draft202012Validator
 
     made = {
@@ -259,7 +264,8 @@ def _mask_times(
         errors = [error for _, error in ended if error is not None]
         if errors:
             raise errors[0]
-        if ended:  # The mask worker process reports completed answers only with the next masks.
+        if ended:
+            # The mask worker may report the end of an answer late, with the masks of the next step.
             over = {i for i, _ in ended}
             rows = [it for it, i in items if i not in over]
             continue
@@ -283,14 +289,17 @@ class Speeds(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A batch in which some rows have a structured-output spec: number of rows, and the spec."""
+    """A batch whose first `num_constrained` rows have the structured-output spec `form`."""
 
     num_constrained: int
     form: StructuredOutputs | None = None
 
 
 def run(engine: Engine, size: Size, case: Case, seed: int) -> Speeds:
-    """Generate `size.tokens` tokens in all rows; the first `case.num_constrained` have the spec."""
+    """Generate `size.tokens` tokens in each batch row, and return the speeds.
+
+    The structured-output spec `case.form` constrains the first `case.num_constrained` rows.
+    """
     prompts = random_prompts([16] * size.rows, engine.vocab_size, 0)
     params = [
         SamplingParams(
@@ -323,8 +332,8 @@ def _cases(size: Size) -> dict[str, Case]:
 
 @contextmanager
 def _as_case(engine: Engine, case: str) -> Iterator[None]:
-    """If the case is `single`, disable bursts (several decode steps in one launch) until the
-    context ends."""
+    """Disable bursts (several decode steps in one launch) inside the `with` block if the case is
+    `single`."""
     runner = engine._runner
     burst_steps = runner.burst_steps
     if case == "single":
@@ -462,7 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=[*SHAPES], help="random weights (the embedded model)")
+    parser.add_argument("--shape", choices=[*SHAPES], help="random weights (the bundled model)")
     parser.add_argument(
         "--quick", action="store_true", help="fewer rows, answers and tokens, for CPUs"
     )

@@ -109,7 +109,8 @@ def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) 
         "out_GB/s": gigabytes / statistics.median(outs[2:]),
         "in_GB/s": gigabytes / statistics.median(backs[2:]),
     }
-    # With the other methods, the time of the first transfer would include a compilation.
+    # Report the first transfer only for `Plain`. With every other method, the time of the first
+    # transfer would include a compilation.
     if kind is Plain:
         row["first_out_GB/s"] = gigabytes / outs[0]
     return row, state
@@ -216,9 +217,9 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
     launch = partial(runner.launch, sampling=lambda _: GREEDY)
-    # The runner treats a plan as a prefill step if a row starts before `num_admitted_tokens`.
-    # Launch one prefill step before the measured decode steps, as the scheduler does when sequences
-    # join the batch.
+    # Sequences can join the runner's batch only in a prefill step, so launch one prefill step
+    # before the measured decode steps. `num_admitted_tokens = sizes.context` makes the step a
+    # prefill step.
     for sequence in request.sequences:
         sequence.num_admitted_tokens = sizes.context
     launch(StepPlan(0, rows)).read()
@@ -260,7 +261,7 @@ def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> 
 
 
 def _aligned(rows: list[dict]) -> list[dict]:
-    """Return rows with equal columns; missing values are None."""
+    """Return the rows, with None for each column that a row lacks but another row has."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 

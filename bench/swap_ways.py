@@ -78,7 +78,7 @@ class Reused(Way):
         self.spare: dict[int, list[Any]] = {}
 
         def gather(state, ids, spare):
-            del spare  # The function does not read `spare`: XLA reuses its memory for the result.
+            del spare  # Only the memory of `spare` is used: XLA writes the result there.
             return gather_blocks_step(state, ids)
 
         self.gather = jax.jit(gather, donate_argnums=2, keep_unused=True, out_shardings=self.pinned)
@@ -114,8 +114,8 @@ class Numpy(Way):
 
 
 class Plain(Way):
-    """Time only the transfer: copy an array that was gathered before to pinned host memory and
-    back."""
+    """A method to time only the transfer. The constructor gathers the blocks in an array. Each swap
+    copies this array to pinned host memory and back to the device."""
 
     name = "device_put, transfer alone"
 

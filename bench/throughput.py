@@ -170,8 +170,9 @@ def main() -> None:
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
     name += "_expert_parallel" if args.enable_expert_parallel else ""
-    # A run with fewer requests or with the synchronous loop is not comparable with the recorded
-    # rows, so its rows replace all recorded rows.
+    # Each new row replaces the recorded row of the same case, and other recorded rows remain. But
+    # if `--scale` or `--synchronous` is given, drop all recorded rows: one file must not mix rows
+    # that cannot be compared.
     by = CASE if args.scale == 1.0 and not args.synchronous else ()
     print(record(name, rows, by=by, **asked, **sampling_options(args)))
 

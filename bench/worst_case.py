@@ -2,8 +2,8 @@
 
 The batch has the maximum number of sequences of the maximum length, in the largest prefill steps.
 All use penalties, top-p and log-probabilities; a few also want prompt log-probabilities. The table
-compares the engine's memory account with JAX's allocator and with the driver. The driver also
-counts its context, kernels and graphs.
+compares the memory use that the engine computed at startup with the memory use that JAX's allocator
+and the driver report. The driver also counts its context, kernels and graphs.
 """
 
 import argparse
@@ -72,9 +72,9 @@ def driver_bytes() -> tuple[int | None, int | None]:
 
 
 def row(model: str, engine: Engine, seconds: float) -> dict:
-    """Return a row that compares the engine's memory account with the memory in use.
+    """Return a row that compares the memory use that the engine computed with the measured use.
 
-    Numbers are in MiB. The row also has the relative errors of the account.
+    Sizes are in MiB. The row also has the relative errors of the computed sizes.
     """
     account, stats = engine.memory_account, jax.local_devices()[0].memory_stats()
     used, total = driver_bytes()

@@ -1,8 +1,8 @@
-"""Train the embedded model by reinforcement learning, in the process of the engine that samples.
+"""Train the bundled model by reinforcement learning, in the process of the engine that samples.
 
     python -m examples.grpo --steps 12 --plot reward.png
 
-The embedded model was trained to sort up to 8 numbers, and sorts 12 numbers badly. Each step has
+The bundled model was trained to sort up to 8 numbers, and sorts 12 numbers badly. Each step has
 four parts:
 
 1. The engine samples several answers to each question.
@@ -188,7 +188,7 @@ def plot(results: list[StepResult], path: Path) -> None:
 
 def main() -> None:
     """Print the result of each step."""
-    parser = argparse.ArgumentParser(description="Train the embedded model to sort 12 numbers.")
+    parser = argparse.ArgumentParser(description="Train the bundled model to sort 12 numbers.")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=8, help="questions per step")
     parser.add_argument("--samples", type=int, default=8, help="answers per question")

@@ -1,7 +1,7 @@
 """Serve replicas of jpaged behind one address with Ray Serve.
 
     pip install ".[ray]"
-    python examples/ray_serve.py                                # the embedded model, 2 replicas
+    python examples/ray_serve.py                                # the bundled model, 2 replicas
     python examples/ray_serve.py --model Qwen/Qwen3-8B --replicas 1 8 --tensor-parallel-size 2
 
     client ──► Ray's proxy ──► Front ── PrefixRouter ──► Replica ──► engine's process, its GPUs
@@ -109,7 +109,7 @@ class Replica:
                     yield message["body"]
             await running
         finally:
-            # The cancelled application aborts the request in the engine.
+            # Cancelling the ASGI application aborts the request in the engine.
             running.cancel()
 
     async def metrics(self) -> tuple[str, str]:
@@ -117,10 +117,10 @@ class Replica:
         return self._name, self._serving.metrics.text(self._serving.engine.stats).decode()
 
     async def _end_with_engine(self) -> None:
-        """End this process when the engine ends, because Ray notices that immediately.
+        """End this process when the engine ends. Ray notices the end of a process immediately.
 
-        Otherwise the replica would reject every request. It would then seem to have the lowest load
-        and get most requests, until health checks fail.
+        Otherwise the replica would reject every request. The replica would then seem to have the
+        lowest load, and would get most requests until health checks fail.
         """
         await self._serving.engine.closed.wait()
         print(f"replica {self._name} ends: {self._serving.engine.close_reason}", flush=True)
@@ -418,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"cannot listen at {host}:{flags.serve.port} ({error}): use another --port or --host")
         return 1
-    # Disable the dashboard: it shows one engine, but its requests could reach any replica.
+    # Disable the dashboard: Ray could send each request of a dashboard page to another replica.
     hosts = served_hosts(flags, address)
     flags = replace(flags, serve=replace(flags.serve, dashboard=False, allowed_hosts=hosts))
     if args.ray_address:

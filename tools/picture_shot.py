@@ -1,6 +1,6 @@
 """Take the README's screenshot of the dashboard (`python -m tools.picture_shot`).
 
-The script starts a server with the embedded model and sends requests. While the requests run, the
+The script starts a server with the bundled model and sends requests. While the requests run, the
 script pauses the dashboard and writes the screenshot to `docs/picture.png`. It needs Chromium, and
 the packages of `pip install -e ".[test]"`.
 """

@@ -130,10 +130,11 @@ class _Adapting:
         self.left_out: set[str] = set()
 
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
-        """Return a schema that a grammar can enforce.
+        """Return a schema that a grammar can enforce, with limits on lengths and numbers.
 
-        Set `is_part` if `schema` is an alternative in `anyOf` or in a similar keyword. Then only
-        strings get bounds here, because the enclosing schema gets the bounds of all other types.
+        Set `is_part` if `schema` is an item of `anyOf`, `oneOf` or `allOf` in a schema that has
+        "properties". Such an item gets limits only if it is a string. The enclosing schema gets the
+        other limits.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}
@@ -197,7 +198,7 @@ _MOVED = {"$defs", "definitions", "id", "$async"}
 
 
 def _kind_of(own: Mapping[str, Any]) -> str | None:
-    """Return the type that the keywords of a schema without "type" imply, or None."""
+    """Infer the type of a schema without "type" from the other keywords; return None if unknown."""
     if own.keys() & {"properties", "required", "additionalProperties", "patternProperties"}:
         return "object"
     return "string" if own.keys() & {"pattern", "format", "minLength", "maxLength"} else None

@@ -4,10 +4,11 @@
 
 XLA times several implementations of each GEMM and fusion on the device. This takes most of a cold
 start, and concurrent compilation makes the timings worse. The tool compiles the programs with GEMMs
-one by one, and records the results. Then an engine of the shape starts in one process and compiles
-the other programs. Without the recorded GEMMs, the engine would measure only a few GEMMs. The
-results replace the record in `jpaged/assets/autotuning/` for this kind of device and these versions
-of XLA and cuBLAS. `jpaged.compile.gemm_autotuning` reads the record when an engine starts.
+one by one, and records the results. Then an engine with the same model shape starts in one process
+and compiles the other programs. Without the recorded GEMMs, the engine would measure only a few
+GEMMs. The results replace the record in `jpaged/assets/autotuning/` for this kind of device and
+these versions of XLA and cuBLAS. `jpaged.compile.gemm_autotuning` reads the record when an engine
+starts.
 """
 
 import argparse
@@ -53,15 +54,20 @@ _RESULTS = (".pb", ".textproto")
 
 
 def model_of(shape: str, form: str) -> ModelConfig:
-    """Return the model configuration of a shape with a format (a key of `bench.common.FORMATS`)."""
+    """Return the configuration of a published model in a data format.
+
+    `shape` names the model (a key of `bench.common.SHAPES`), and `form` names the data types of the
+    weights and the KV cache (a key of `bench.common.FORMATS`).
+    """
     options = FORMATS[form]
     model = read_model_config(SHAPES[shape], options.get("quantization"))
     return replace(model, kv_cache_dtype=FP8_DTYPE) if "kv_cache_dtype" in options else model
 
 
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
-    """Return the compilation inputs (`Recipe`) of all programs that an engine of the model shape
-    compiles. The function allocates no arrays.
+    """Return the compilation inputs (`Recipe`) of all programs that an engine compiles for a model.
+
+    See `model_of` for `shape` and `form`. The function allocates no arrays.
     """
     model = model_of(shape, form)
     options: dict[str, Any] = AS_VLLM | FORMATS[form]
@@ -81,8 +87,8 @@ def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes
 
 
 def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
-    """Choose one program for each distinct set of GEMMs, and return the compilation inputs
-    (`Recipe`) of these programs."""
+    """Choose one program for each distinct set of GEMMs of a model, and return the compilation
+    inputs (`Recipe`) of the chosen programs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape, num_devices, form):
         if recipe.gemm_key is not None:
@@ -91,10 +97,10 @@ def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16")
 
 
 def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
-    """Return the numbers of rows for which the GEMMs of a model shape are measured.
+    """Return a dict with one item: the numbers of rows for which a model's GEMMs are measured.
 
-    The result has one entry. The key is a digest of the shapes and dtypes of the weights that one
-    device holds. The value is the sorted list of the numbers of rows.
+    The key is a digest of the shapes and dtypes of the weights that one device holds. The value is
+    the sorted list of the numbers of rows.
     """
     recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.gemm_key[1] for recipe in recipes if recipe.gemm_key is not None}

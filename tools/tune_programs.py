@@ -63,7 +63,7 @@ def num_calls(case: Case) -> int:
 
 
 def lower_loop(case: Case, backend: Backend) -> Lowered:
-    """Lower the program to time, which runs the case several times.
+    """Lower a program that calls `case.run` several times, to measure the time of a call.
 
     The program takes (states, inputs) and returns (states, results); the states are donated. Each
     call has different operands, because XLA would merge calls with equal operands.
@@ -85,7 +85,7 @@ def lower_loop(case: Case, backend: Backend) -> Lowered:
 
 
 def lower_call(case: Case, backend: Backend) -> Lowered:
-    """Lower the program to check: one call of `case.run`, without donation."""
+    """Lower one call of `case.run` without donation, to check the results."""
     state, arguments = shapes_of(case)
 
     def call(state, *arguments):

@@ -3,14 +3,14 @@
     lower     all candidates, sequentially
     compile   all programs, concurrently
     check     each program against the reference, on small inputs
-    time      case by case, the heuristic first and last
+    time      case by case, the default launch parameters first and last
 
-A candidate is a set of launch parameters to try. The heuristic is the function of a
-kernel that computes its default launch parameters.
+A candidate is a set of launch parameters to try. A function of the kernel, the heuristic, computes
+the default launch parameters.
 
 Programs with equal text are compiled and timed once. Candidates have equal programs if they do not
 change the launch parameters of a case, or if the kernel does not use the changed ones. A candidate
-is left out if an earlier candidate or the heuristic has the same programs.
+is left out if its programs equal those of an earlier candidate or of the defaults.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class Outcome:
 
     Attributes:
         override: The fields that the candidate replaces.
-        ratios: (time of the candidate / time of the heuristic), by case; empty if the candidate was
-            rejected.
+        ratios: (time with the candidate / time with the default launch parameters), by case; empty
+            if the candidate was rejected.
         rejected: The reason of the rejection, or an empty string.
     """
 
@@ -57,20 +57,20 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """Geometric mean of the ratios; infinite if the candidate was rejected."""
+        """Geometric mean of `ratios` over the cases; infinite if the candidate was rejected."""
         if not self.ratios:
             return math.inf
         return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
 
     @property
     def eligible(self) -> bool:
-        """Whether the candidate may override the heuristic."""
+        """Whether the candidate may replace the default launch parameters."""
         return self.mean < 1 - MIN_GAIN and max(self.ratios.values()) <= 1 + MAX_LOSS
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate (or the heuristic), and the keys of its programs by case.
+    """Launch parameters (a candidate or the defaults), and the keys of their programs by case.
 
     Each case is a size that is timed, or a small input that is checked.
     """
@@ -114,7 +114,7 @@ class Sweep:
     """The phases of the sweep of an op.
 
     Attributes:
-        heuristic: The heuristic's choice, with which the candidates are compared.
+        heuristic: The default launch parameters, with which the candidates are compared.
         candidates: The candidates. `lower` removes those with the same programs as others.
         faults: Error messages of failed programs, by the key of the program.
     """
@@ -134,7 +134,7 @@ class Sweep:
         return next(filter(None, faults), "")
 
     def lower(self) -> None:
-        """Lower every program with distinct launch parameters, and drop duplicate candidates."""
+        """Lower the programs of the defaults and of all candidates, and drop equal candidates."""
         for case in self.op.cases:
             self._lower_case(case, lower_loop)
         for case in self.op.checks:
@@ -179,7 +179,7 @@ class Sweep:
         self.heuristic.programs[case] = base
         known = {plan: base}
         for trial in self.candidates:
-            # A candidate has the launch parameters of the heuristic, with some fields replaced. Its
+            # A candidate replaces some fields of the default launch parameters. The resulting
             # launch parameters are therefore known without tracing.
             planned = tuple(dataclasses.replace(config, **trial.override) for config in plan)
             if planned not in known:
@@ -204,9 +204,10 @@ class Sweep:
         return key, tuple(plan)
 
     def _programs(self, case: Case) -> list[str]:
-        """Return the distinct keys of a case's programs, without the programs of failed trials.
+        """Return the keys (program texts) of the distinct programs for a case.
 
-        The heuristic's program comes first.
+        The first program uses the default launch parameters. The others use the launch parameters
+        of the candidates. Candidates with a failed program are left out.
         """
         trials = [t for t in (self.heuristic, *self.candidates) if not self.fault(t)]
         return [*dict.fromkeys(trial.programs[case] for trial in trials)]
@@ -214,8 +215,8 @@ class Sweep:
     def _time_case(self, case: Case) -> None:
         inputs = Inputs.of(case)
         base = self.heuristic.programs[case]
-        # Time the heuristic first and last, and keep its better time: the device's clock speed
-        # may change during the case.
+        # Time the program with the default launch parameters first and last, and keep the shorter
+        # time. The clock speed of the device may change between the two measurements.
         for key in [*self._programs(case), base]:
             try:
                 seconds = self.clock(self._compiled[key], inputs)

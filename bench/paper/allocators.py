@@ -137,8 +137,9 @@ class OrcaMax(BlockManager):
         most = self.num_blocks_for(max_model_len)
         if 1 << _order_of(most) > self.ranges.longest:
             raise ValueError(
-                f"num_blocks={num_blocks} of {block_size} slots have no range of {most} blocks for "
-                f"max_model_len={max_model_len}: raise num_blocks, or lower max_model_len"
+                f"max_model_len={max_model_len} needs {most} contiguous blocks of {block_size} "
+                f"slots, but num_blocks={num_blocks} is too small: raise num_blocks, or lower "
+                "max_model_len"
             )
 
     def num_reserved_slots(self, request: Request) -> int:
@@ -146,14 +147,14 @@ class OrcaMax(BlockManager):
         return self.max_model_len
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
-        """Return whether the request already has a reserved range, or a long enough range is
+        """Return whether the request already has a reservation, or enough contiguous blocks are
         free."""
         if first.seq_id in self.reservations:
             return True
         return self.ranges.fits(self.num_blocks_for(self.num_reserved_slots(first.request)))
 
     def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:
-        """Reserve the request's range.
+        """Reserve a contiguous range of blocks for the request.
 
         Raises:
             ValueError: the request has several sequences.
@@ -170,10 +171,10 @@ class OrcaMax(BlockManager):
         self.reservations[first.seq_id] = Reservation(first, first_block, num_blocks, num_slots)
 
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
-        """Append blocks of the sequence's range to the block table, for `num_tokens` more tokens.
+        """Add reserved blocks to the sequence's block table, so that `num_tokens` more tokens fit.
 
         Raises:
-            OutOfBlocksError: the range is too short.
+            OutOfBlocksError: the reservation of the sequence has too few blocks.
         """
         held, table = self.reservations[sequence.seq_id], sequence.block_table
         end = self.num_blocks_for(sequence.num_computed_tokens + num_tokens)
@@ -188,13 +189,13 @@ class OrcaMax(BlockManager):
         return BlockChanges(tuple(enumerate(fresh, first)))
 
     def free(self, sequence: Sequence) -> None:
-        """Free the sequence's blocks and its range."""
+        """Free the blocks of a sequence, and the blocks that are reserved for the sequence."""
         super().free(sequence)
         if sequence.seq_id in self.reservations:
             self.release(sequence.seq_id)
 
     def release(self, seq_id: int) -> None:
-        """Free the range of a sequence."""
+        """Free the contiguous range of blocks that is reserved for a sequence."""
         held = self.reservations.pop(seq_id)
         self.ranges.free(held.first_block - 1, held.num_blocks)
 
@@ -240,7 +241,8 @@ class OrcaPow2(OrcaMax):
     """
 
     def num_reserved_slots(self, request: Request) -> int:
-        """Return the prompt length plus the output length rounded up to a power of two."""
+        """Round the output length up to a power of two. Return the sum of the prompt length and the
+        rounded output length, at most `max_model_len`."""
         prompt = request.sequences[0].num_prompt_tokens
         output = request.max_num_tokens - prompt
         return min(prompt + (1 << _order_of(output)), self.max_model_len)
@@ -321,11 +323,11 @@ class TokenStates(NamedTuple):
 
     Attributes:
         tokens: Slots with the KV of a token.
-        reserved: Empty slots that the requests which hold them will fill.
+        reserved: Empty slots that a request holds and will fill.
         internal: Held slots that are never filled, because the reservation is too long, or because
             the last block is partly empty.
-        external: Slots that the buddy allocator adds when it rounds a range up, and free slots
-            while a request waits because they are too few.
+        external: Slots that the buddy allocator adds when it rounds a range up. While a request
+            waits for memory, all free slots are also external.
         free: Free slots while no request waits for memory.
     """
 

@@ -346,13 +346,14 @@ def fit(shape: str = MEASURED_SHAPE) -> Fit:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of recorded steps whose kinds the device model covers."""
+    """Read a file of recorded steps. Return the rows that the device model can use, which are the
+    rows with a `kind` in `_MODELLED_KINDS`."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for row in rows:
             row.setdefault("source", path.name)
             if row["kind"] in _MODELLED_KINDS and not row["seconds"] > 0:
-                raise ValueError(f"a row has seconds={row['seconds']}: pass a number above 0")
+                raise ValueError(f"seconds of a row must be above 0, got {row['seconds']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the recorded steps in {path} cannot be read: {error!r}") from error
     return [row for row in rows if row["kind"] in _MODELLED_KINDS]
@@ -407,8 +408,9 @@ def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _fit(start: Coefficients, names: list[str], rows: list[Mapping[str, Any]]) -> Coefficients:
-    """Fit the coefficients `names` to the rows, beginning at `start`.
+    """Fit the coefficients `names` to the rows.
 
+    `start` has the initial values of these coefficients, and the values of all other coefficients.
     The fit varies the logarithms of the coefficients, so that the coefficients stay positive.
     """
     first: dict[str, float] = asdict(start)

@@ -158,7 +158,8 @@ class EngineWorkload(Workload):
     ):
         super().__init__(trace, system, num_samples, beam_width, True)
         self._vocab_size = vocab_size
-        # Maps a token stream to its generated tokens, by their position in the stream.
+        # `_answers[stream][i]` is the token that the engine generated at position i of the
+        # conversation with the number `stream`.
         self._answers: dict[int, dict[int, int]] = {}
 
     def arrive(self, index: int) -> list[tuple[str, list[int], SamplingParams]]:

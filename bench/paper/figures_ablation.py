@@ -47,10 +47,11 @@ RECOVERY_COLOURS = {"recompute": "#0072b2", "swap": "#d55e00"}
 
 
 def figure_18a(settings: Settings) -> Figure:
-    """Compare the times of paged attention and of kernels for contiguous keys and values.
+    """Compare the speed of paged attention with kernels for contiguous keys and values.
 
-    The measurement needs a GPU. With simulated settings, the figure shows the last recorded
-    measurement on a GPU, if there is one. A quick run times plain XLA at tiny sizes on any device.
+    The measurement needs a GPU. If `settings.how` is "simulated", the figure shows the last
+    measurement that was recorded on a GPU. If `settings.quick` is true, tiny sizes are measured on
+    any device.
     """
     title = "attention kernel: paged against contiguous, a decode step of OPT-13B's heads"
     if settings.how != "simulated" or settings.quick:

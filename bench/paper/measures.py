@@ -11,7 +11,7 @@ same lengths and on the same device. All systems have this threshold. The factor
 OPT-13B takes 0.007 s per token if requests run alone. At ten times this latency, 0.07 s per token,
 tokens still arrive faster than people read. Most of a request's latency is then time in the queue.
 `Sustained.sensitivity` has the rates for factors of 5 and 20. A short trace ends before a long
-queue has built up. A rate that is slightly too high to be served forever may therefore count as
+queue has built up. A rate that is slightly above the server's throughput may therefore count as
 sustained. `most_excess` bounds this error, and the figures state the bound. For each seed,
 bisection finds the rate to within `Settings.tolerance`. The result is the median of three seeds,
 with the lowest and the highest rate.
@@ -349,10 +349,12 @@ def _read_sustained(fields: dict[str, Any]) -> Sustained:
 
 
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
-    """Return the request rates that jpaged sustains in simulation, with traces of the same length.
+    """Return the request rate that jpaged sustains in simulation, for each workload.
 
-    Figures with a fixed rate use a fraction of the simulated rate, also on a device, because a
-    search in real time would take hours. The figure `agreement` shows how close the simulation is.
+    Figures with a fixed rate use a fraction of the simulated rate, even if the figure is measured
+    on a device, because a search for the rate in real time would take hours. The simulation uses
+    all `settings` except `settings.how`, so its traces are as long as the traces on a device. The
+    figure `agreement` compares the simulation with a device.
     """
     simulated = dataclasses.replace(settings, how="simulated")
     found = sustain_all([Case(workload) for workload in workloads], simulated)
@@ -383,9 +385,9 @@ def threshold_of(case: Case, settings: Settings) -> float:
 def sustain(case: Case, settings: Settings) -> Sustained:
     """Search the highest request rate that the case sustains.
 
-    Unless `settings.how` is "simulated", the function first simulates the case. To save runs on the
-    device, the search then uses the simulated latency threshold, and begins at the highest rate
-    that was sustained in the simulation.
+    A rate is sustained if the mean normalised latency is at most a threshold (`threshold_of`). To
+    save runs on a device, the function first simulates the case. The search on the device uses the
+    threshold from the simulation, and begins at the highest rate that the simulation sustained.
     """
     curve: dict[float, float] = {}
     rates: list[float] = []
@@ -419,12 +421,16 @@ def sustain(case: Case, settings: Settings) -> Sustained:
 
 
 def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float) -> float:
-    """Return by how many percent a measured rate may exceed the rate that can be served forever.
+    """Estimate by how many percent a measured rate may exceed the server's throughput.
 
-    The result is an estimate. Let c be the highest rate that can be served forever. At a rate r
-    above c, the requests of a trace of T seconds wait (1 - c / r) T / 2 seconds on average. The
-    wait divided by the number of output tokens must be below the threshold on average. Thus
-    1 - c / r < 2 threshold / (T x mean of 1 / output tokens).
+    Let c be the throughput in requests per second. If a trace of T seconds has a request rate r
+    above c, the mean waiting time is
+
+        (1 - c / r) * T / 2
+
+    The mean of (waiting time / output tokens) must be below the threshold. This gives the limit
+
+        1 - c / r < 2 * threshold / (T * mean(1 / output tokens))
 
     Args:
         trace: Requests whose output lengths are representative.
@@ -493,8 +499,10 @@ def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None
 
 @cache
 def _device(shape: str, server: str) -> DeviceModel:
-    """Return the device model of a server. 13B models run on an H200, larger models on the GPUs of
-    the paper."""
+    """Return the `DeviceModel` that predicts the step times of a server.
+
+    The server of a 13B LLM has an H200. The servers of larger LLMs have the GPUs of the paper.
+    """
     gpu, num_gpus = GPUS[server]
     return device_model(shape, gpu, num_gpus)
 

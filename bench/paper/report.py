@@ -142,7 +142,10 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
 
 
 def picture_name(number: str, device: str) -> str:
-    """Return the file name of a figure's picture; it names the device of a measured figure."""
+    """Return the file name of a figure's picture.
+
+    The file name ends with "_measured.png" if the times were measured on a real device.
+    """
     stem = f"figure_{number}" if number[0].isdigit() else number
     is_measured = not device.startswith(("simulated", "no device"))
     return f"{stem}_measured.png" if is_measured else f"{stem}.png"

@@ -216,8 +216,10 @@ class Workload:
         self.prefix_caching = prefix_caching
         self._seq_ids = count()
         self._num_left = [0] * len(trace)
-        # `_sum_finished` is the sum over finished requests. The other two are sums over unfinished
-        # requests that have arrived. Together they give a lower bound of the mean latency.
+        # `least_latency` needs three sums. `_sum_finished` is the sum of the normalised latencies
+        # of the finished requests. The weight of a request is 1 / (number of output tokens).
+        # `_sum_weights` is the sum of the weights of the unfinished requests that have arrived.
+        # `_sum_arrivals` is the sum of (arrival time x weight) of the same requests.
         self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
 
     @property
@@ -258,7 +260,11 @@ class Workload:
         return [token for piece in given.prompt for token in stream_tokens(*piece)]
 
     def outputs(self, index: int) -> list[int]:
-        """Return the output tokens of a request, which continue the prompt's last token stream."""
+        """Return the output tokens of a request.
+
+        A prompt ends with a part of a pseudo-random token sequence (see `stream_tokens`). The
+        output tokens are the next tokens of the same sequence.
+        """
         given = self.trace[index]
         stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
         return stream_tokens(stream, stop, stop + given.output_len)
@@ -276,8 +282,11 @@ class Workload:
         self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
-        """Record the end of a scheduler request. Request `index` of the trace consists of
-        `num_apart` scheduler requests."""
+        """Record that the scheduler has completed one request.
+
+        The scheduler gets `num_apart` requests for request `index` of the trace. The request of the
+        trace ends when the scheduler has completed all of them.
+        """
         self._num_left[index] -= 1
         if not self._num_left[index]:
             given = self.trace[index]
@@ -300,9 +309,9 @@ def index_of(request: Request) -> int:
 
 
 def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
-    """Return the token ids `start` to `stop` of one of the endless pseudo-random streams.
+    """Return the token ids from `start` to before `stop` of a pseudo-random token sequence.
 
-    The ids have 31 bits.
+    `stream` is the number of the sequence. A sequence has no end, and the ids have 31 bits.
     """
     places = np.arange(start, stop, dtype=np.uint64) + np.uint64(1)
     mixed = (places + np.uint64(stream % 2**40) * np.uint64(2**20)) * np.uint64(0x9E3779B97F4A7C15)
@@ -375,8 +384,9 @@ class Tally:
         self.num_steps = self.num_computed = self.num_recomputed = 0
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
-        # Time integrals of the number of slots in each state, in slot-seconds: the key True counts
-        # time during which a request waits for memory, the key False all other time.
+        # Integrals over time of the number of slots in each state of `TokenStates`, in
+        # slot-seconds. `_looked[True]` covers the time in which a request waits for memory.
+        # `_looked[False]` covers all other time.
         self._looked = {True: np.zeros(5), False: np.zeros(5)}
         self._waste = self._half_blocks = self._held = 0.0
         self._since_sample = self._running = 0.0

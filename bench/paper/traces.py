@@ -72,9 +72,10 @@ class TraceRequest:
         arrival: Arrival time in seconds since the trace began.
         prompt_len: Number of prompt tokens.
         output_len: Number of tokens of each output; end tokens are ignored.
-        prompt: Tokens of the prompt, for prefix caching: pieces `(stream, start, stop)` of endless
-            token streams. Equal pieces have equal tokens. If empty, the prompt has no token in
-            common with other prompts.
+        prompt: Tokens of the prompt, for prefix caching, as pieces `(stream, start, stop)`. A piece
+            is tokens `start` to `stop` of the endless token sequence with the number `stream`.
+            Equal pieces have equal tokens. If empty, the prompt has no token in common with other
+            prompts.
     """
 
     arrival: float
@@ -273,8 +274,11 @@ def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
 
 
 def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the event times of a Poisson process, up to `seconds`. Another rate scales the same
-    random times."""
+    """Return the event times of a Poisson process with `rate` events per second, up to `seconds`.
+
+    With the same seed of `rng`, the rate only scales the times. For example, at twice the rate,
+    each event comes at half the time.
+    """
     times = [0.0]
     while times[-1] < rate * seconds:
         times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()

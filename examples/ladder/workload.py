@@ -1,8 +1,8 @@
 """The workload, the cost, the check and the table that all versions of attention (rungs) share.
 
-A rung is a module with `TITLE` and three functions. `prepare(work)` returns the inputs in the
-rung's layout. `attend(*inputs)`, which is timed, returns the attention of all tokens. `cost(work)`
-returns a `Cost`.
+A version of attention is a module with `TITLE` and three functions. `prepare(work)` returns the
+inputs in the version's layout. `attend(*inputs)`, which is timed, returns the attention of all
+tokens. `cost(work)` returns a `Cost`.
 """
 
 import argparse
@@ -77,18 +77,16 @@ class Workload(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost of a rung. A pair is one query and one key, with all heads."""
+    """Cost of one version of attention. A pair is one query and one key, with all heads."""
 
     calls: int  # Number of calls from Python to the device.
-    num_pairs: int  # Number of pairs whose scores are computed.
-    # Number of these pairs in which the query or the key is padding.
-    num_padding_pairs: int
-    # Number of keys plus number of values that are read. Each has the shape [N, H].
+    num_pairs: int  # Number of pairs whose scores are computed, including pairs with padding.
+    num_padding_pairs: int  # Number of pairs in which the query or the key is padding.
+    # `num_rows_read` counts the keys and values that are read. A key or value has shape [N, H].
     num_rows_read: int
-    # Number of KV cache slots that the sequences hold.
-    num_slots: int
-    # Maximum number of scores that are in memory at a time. For a kernel, this is the maximum of
-    # one program.
+    num_slots: int  # Number of KV cache slots that the sequences hold.
+    # `scores_at_once` is the maximum number of scores that are in memory at a time. For a kernel,
+    # `scores_at_once` is the maximum of one program instance of the Pallas grid.
     scores_at_once: int
     # The dot products q . k and p . v take one multiplication and one addition per element.
     flops_per_pair: int = 4 * HEAD_SIZE
@@ -140,10 +138,10 @@ def make_workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
 
 
 def climb(*rungs: Any, work: Workload) -> list[str]:
-    """Run the rungs in order and return the lines of the table.
+    """Run the versions of attention (`rungs`) in order, and return the lines of the table.
 
     Raises:
-        RuntimeError: a rung's result differs from the result of the previous rung.
+        RuntimeError: the result of a version differs from the result of the previous version.
     """
     lines, before = [HEADER], None
     # By default, GPUs round the float32 operands of a matrix product to fewer bits.
@@ -152,7 +150,9 @@ def climb(*rungs: Any, work: Workload) -> list[str]:
             out, seconds = timed(rung.attend, rung.prepare(work))
             if before is not None and not np.allclose(out, before, rtol=1e-4, atol=1e-5):
                 worst = np.max(np.abs(out - before))
-                raise RuntimeError(f"{rung.TITLE}: differs from the previous rung by {worst:.2g}")
+                raise RuntimeError(
+                    f"{rung.TITLE}: differs from the previous version of attention by {worst:.2g}"
+                )
             lines.append(line(rung.TITLE, seconds, rung.cost(work)))
             before = out
     return lines
@@ -179,7 +179,7 @@ HEADER = (
 
 
 def line(title: str, seconds: float, cost: Cost) -> str:
-    """Return the line of the table for a rung, with the columns of `HEADER`."""
+    """Return the table line of one version of attention, with the columns of `HEADER`."""
     return (
         f"{title:34}{seconds * 1e3:8.2f}{cost.calls:7}{cost.num_flops / 1e6:8.1f}"
         f"{cost.waste:12.1%}{cost.bytes_read / 1024:6.0f} KiB{cost.num_slots:7}"
@@ -188,7 +188,7 @@ def line(title: str, seconds: float, cost: Cost) -> str:
 
 
 def main(*rungs: Any) -> None:
-    """Run `rungs` with the lengths of the command line, and print the table."""
+    """Run the versions of attention on sequences of the lengths in `--lengths`. Print the table."""
     parser = argparse.ArgumentParser(description="Time rungs of the ladder and compare them.")
     default = ",".join(map(str, LENGTHS))
     parser.add_argument("--lengths", default=default, help="tokens of each sequence (%(default)s)")

@@ -306,11 +306,17 @@ def _mapping(
 def _tree(
     before: Snapshot, after: Snapshot, first_y: float, leaf_gap: float, child_gap: float
 ) -> dict[int, float]:
-    """Return the y coordinate of each block in a drawing of beams as a tree.
+    """Return the y coordinate of each block in a drawing of beam search as a tree of blocks.
 
-    The last blocks of the beams in `before` are `leaf_gap` apart. Every other block is in the
-    middle of the blocks that follow it. If several blocks of `after` follow the same block, they
-    are `child_gap` apart.
+    In the tree, each block of a beam is the parent of the beam's next block. The last blocks of the
+    beams are the leaves. A step of beam search leads from the state `before` to the state `after`.
+
+    Args:
+        before: State whose leaves are `leaf_gap` apart. A parent is in the middle of its children.
+        after: State whose leaves are in the middle of their parent, `child_gap` apart.
+        first_y: The y coordinate of the first leaf of `before`.
+        leaf_gap: Distance between leaves of `before`.
+        child_gap: Distance between leaves of `after` with the same parent.
     """
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])

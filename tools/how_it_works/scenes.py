@@ -25,9 +25,10 @@ from jpaged.observe.pool_report import block_map, block_tables
 BLOCK_SIZE = 4
 
 Script = Callable[[tuple[str, ...]], Sequence[tuple[str, float]]]
-"""A function in place of a language model.
+"""A function that stands in for a language model.
 
-It takes the words so far, and returns the likeliest next words with their log-probabilities.
+The function takes the words so far, and returns the likeliest next words with their
+log-probabilities.
 """
 
 
@@ -74,8 +75,8 @@ class Snapshot:
 class Scene:
     """A scheduler with a pool whose blocks are allocated in the order `free_order`.
 
-    To set the order, the constructor lets one sequence allocate each block, and then frees the
-    blocks in this order.
+    To set the order, the constructor allocates all blocks, each to a separate sequence. Then the
+    constructor frees the blocks in the order `free_order`.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Scene:
     ) -> Request:
         """Add a request to the scheduler, and return it.
 
-        `prompt` consists of words between spaces, each of which becomes one token. `script` chooses
-        the output words in place of a model.
+        `prompt` consists of words between spaces, each of which becomes one token. `script` stands
+        in for a language model and chooses the output words.
         """
         request = Request.from_prompt(
             request_id,
@@ -142,7 +143,7 @@ class Scene:
         return plan
 
     def read(self, plan: StepPlan) -> None:
-        """Pass the words that the step sampled to the scheduler."""
+        """Sample the words of the step, and update the scheduler with these words."""
         offers = [self._offer(row.sequence) for row in plan.scheduled]
         width = min(len(ids) for ids, _ in offers)
         token_ids = np.array([ids[:width] for ids, _ in offers], np.int32)
@@ -189,7 +190,10 @@ class Scene:
 
 
 def says(*texts: str) -> Script:
-    """Return a script in which sample i outputs `texts[i]`, which starts with the prompt."""
+    """Return a stand-in for a language model (`Script`) that completes the prompt to given texts.
+
+    `texts[i]` is the prompt followed by the output words of sample i.
+    """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
         *said, sample = words
@@ -200,10 +204,11 @@ def says(*texts: str) -> Script:
 
 
 def searches(sentences: dict[str, float], width: int) -> Script:
-    """Return a script for beam search, from sentences with weights. The script considers the
-    sentences that begin with the words generated so far. The probability of a next word is the
-    total weight of the sentences that continue with this word, divided by the total weight of all
-    considered sentences. All other words are improbable.
+    """Return a stand-in for a language model (`Script`), for beam search over given sentences.
+
+    `sentences` maps each sentence to its weight. A sentence counts if it begins with the prompt and
+    the words generated so far. The probability of a next word is proportional to the total weight
+    of the counted sentences that continue with this word. All other words are improbable.
     """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:
@@ -301,9 +306,13 @@ def searching() -> list[Snapshot]:
 
 
 def shared_prefix() -> tuple[Snapshot, list[int]]:
-    """Return the state of figure 10: two requests whose prompts have a common prefix. Request B
-    arrives one step after request A. Return the state of the pool after two more steps, and the
-    number of tokens of B that each of the two steps computed.
+    """Run two requests whose prompts have a common prefix, for figure 10.
+
+    Request A runs for one step before request B arrives. Then two more steps run.
+
+    Returns:
+        The state of the pool at the end, and the number of B's tokens that each of the last two
+        steps computed.
     """
     prefix = (
         "Translate English to French: sea otter => loutre de mer peppermint => "

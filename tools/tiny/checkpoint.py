@@ -1,4 +1,4 @@
-"""Write and read the folder of the embedded model, which is a Hugging Face checkpoint."""
+"""Write and read the folder of the bundled model, which is a Hugging Face checkpoint."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def save_checkpoint(folder: Path, params: Params, config: Config) -> None:
 
 
 def load_checkpoint(folder: Path, dtype: jnp.dtype) -> tuple[Params, Config]:
-    """Read the weights of a checkpoint, cast to `dtype`, and the model sizes."""
+    """Return the weights and the model sizes of a checkpoint. Convert the weights to `dtype`."""
     settings = json.loads((folder / "config.json").read_text())
     config = Config(**{name: settings[name] for name in Config.__dataclass_fields__})
     weights = load_file(folder / "model.safetensors")

@@ -64,7 +64,7 @@ THOUGHT_SHARES = {
     "think_count_letter": 2,
     "think_other": 7,
 }
-THOUGHTFUL = 0.25  # In this fraction of the single questions, the answer follows a thought.
+THOUGHTFUL = 0.25  # Fraction of the single questions with reasoning before the answer.
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
@@ -90,9 +90,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers and lengths of the rows of a training step.
+    """Numbers and lengths of the short rows and of the long rows of a training step.
 
-    Many short rows contain single questions. Few long rows contain chats and long answers.
+    Short rows contain single questions. Long rows mainly contain chats and long answers.
     """
 
     short_rows: int = 112
@@ -123,7 +123,7 @@ def chat_document(examples: Iterable[Example], system: str | None = None) -> Doc
 def dialogue_document(dialogue: Dialogue) -> Document:
     """Return a dialogue as a document in the chat template's format.
 
-    Only the last message contains the assistant's thought.
+    Only the last message contains reasoning.
     """
     messages = list(dialogue.messages)
     document = Document([], [])
@@ -254,10 +254,9 @@ class _Source:
                 return document
 
     def long(self, room: int) -> Document:
-        """Return a document for a long row.
+        """Return a document for a long row, in which `room` tokens are still free.
 
-        `room` is the number of tokens that are still free in the row. The document should have at
-        most `room` tokens, but may be longer.
+        Most documents fit into `room`. A document that is longer begins a new row.
         """
         rng = self._rng
         kind = rng.random()
@@ -315,10 +314,7 @@ class _Source:
             document.loss.extend(turn.loss)
 
     def _with_tools(self, room: int) -> Document:
-        """Return a chat in which the assistant answers some questions with a calculator tool.
-
-        The last answer may have a thought.
-        """
+        """Return a chat in which the assistant answers some questions with a calculator tool."""
         rng = self._rng
         tool, key = draw_tool(rng)
         dialogue = Dialogue(system_of(rng), [tool])

@@ -266,7 +266,10 @@ def _calculator(rng: random.Random) -> Draft:
 
 
 def _think_calculator(rng: random.Random) -> Draft:
-    """Return a dialogue with a calculator, which ends with a thought and a call or an answer."""
+    """Return a dialogue with a calculator tool, and with reasoning before the last message.
+
+    The last message is a tool call or an answer.
+    """
     kind = rng.random()
     if kind < 0.25:
         key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in UNCALCULATED])
@@ -310,7 +313,10 @@ TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 
 
 def object_schema(rng: random.Random, properties: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of an object that requires all `properties`; its style is random."""
+    """Return the JSON schema of an object that requires all `properties`.
+
+    Titles, descriptions and the order of the schema's keys are random.
+    """
     made = {}
     for name, schema in properties.items():
         own = dict(schema)
@@ -427,7 +433,10 @@ def _thoughtful(rng: random.Random, key: str, question: str, thought: str, answe
 
 
 def _think_add(rng: random.Random) -> Draft:
-    """Return an addition of numbers of up to five digits; the thought adds digit by digit."""
+    """Return a chat that asks for the sum of two numbers of up to five digits.
+
+    The assistant's reasoning adds the numbers digit by digit.
+    """
     a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in "ab")
     question = world.ask(rng, WORDINGS["add"] + WORDINGS["add_signs"], a, b)
     return _thoughtful(rng, f"add:{sorted((a, b))}", question, column_sums(a, b), str(a + b))
@@ -448,7 +457,10 @@ def column_sums(a: int, b: int) -> str:
 
 
 def _think_multiply(rng: random.Random) -> Draft:
-    """Return a product of two-digit numbers; the thought multiplies by the tens, then the ones."""
+    """Return a chat that asks for the product of two two-digit numbers.
+
+    The assistant's reasoning multiplies by the tens, then by the ones.
+    """
     a, b = (rng.randrange(world.CORE + 1, 100) for _ in "ab")
     tens, ones = b // 10 * 10, b % 10
     question = world.ask(rng, WORDINGS["multiply"] + WORDINGS["multiply_signs"], a, b)
@@ -457,7 +469,10 @@ def _think_multiply(rng: random.Random) -> Draft:
 
 
 def _think_words(rng: random.Random) -> Draft:
-    """Return a calculation whose numbers are in words. The thought writes them in digits."""
+    """Return a chat that asks for a calculation with numbers in words.
+
+    The assistant's reasoning is the calculation in digits.
+    """
     name = rng.choice(("add", "subtract", "multiply"))
     a, b = rng.randrange(100), rng.randrange(10 if name == "multiply" else 100)
     if name == "subtract" and a < b:
@@ -471,9 +486,9 @@ def _think_words(rng: random.Random) -> Draft:
 
 
 def _think_count_letter(rng: random.Random) -> Draft:
-    """Return a question that asks how often a letter occurs in a word of up to 16 letters.
+    """Return a chat that asks how often a letter occurs in a word of up to 16 letters.
 
-    The thought spells the word and numbers the occurrences.
+    The assistant's reasoning spells the word, with a running count after each occurrence.
     """
     word = "".join(_names(rng, rng.choice((1, 1, 2))))
     if rng.random() < 0.5:
@@ -490,7 +505,10 @@ def _think_count_letter(rng: random.Random) -> Draft:
 
 
 def _think_other(rng: random.Random) -> Draft:
-    """Return a question that needs no reasoning; the thought says so."""
+    """Return a chat with a question that needs no steps of reasoning.
+
+    The assistant's reasoning is the sentence `AT_ONCE`.
+    """
     key, example = _draft(rng, _AT_ONCE_TASKS)
     return _thoughtful(rng, key, example.prompt, AT_ONCE, example.answer)
 

@@ -1,4 +1,4 @@
-"""Measure how many held-out questions the embedded model answers exactly by greedy decoding.
+"""Measure how many held-out questions the bundled model answers exactly by greedy decoding.
 
     python -m tools.tiny.evaluate jpaged/assets/tiny --examples 1000 --out evaluation.json
 

@@ -1,4 +1,4 @@
-"""Measure how FP8 changes the embedded model: exact answers by task, and drift.
+"""Measure how FP8 changes the model that ships with jpaged: exact answers by task, and drift.
 
     python -m tools.tiny.fp8_accuracy --examples 1000
 
@@ -102,10 +102,12 @@ def scores(engine: Engine, documents: list[Document]) -> tuple[np.ndarray, list[
 def measure(
     engine: Engine, examples: int, base: dict[str, list[np.ndarray]], label: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task and form.
+    """Yield a result row for each task and each form of question.
 
-    The first call stores its log-probabilities in `base`. Later calls compare their
-    log-probabilities with `base` to compute the drift.
+    The form of a question is raw text, a chat, or a later turn of a chat (see `evaluate`). `base`
+    holds the log-probabilities of the answers from the first engine that was measured. If `base` is
+    empty, this function fills it. The row's `drift` is the mean absolute difference between the
+    log-probabilities from `engine` and `base`.
     """
     for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():

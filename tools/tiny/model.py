@@ -1,4 +1,4 @@
-"""The embedded model in plain JAX: Qwen3's forward pass over packed rows, for training.
+"""The bundled model in plain JAX: Qwen3's forward pass over packed rows, for training.
 
 Parameters are a flat dictionary with the names and shapes of the Hugging Face checkpoint, so a
 checkpoint contains them unchanged. Axis letters: R rows, L tokens of a row, D width, V vocabulary,

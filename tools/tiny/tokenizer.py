@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded model: each byte is a token, and the id is the value of the byte.
+"""The tokenizer of the bundled model: each byte is a token, and the id is the value of the byte.
 
 A small model can therefore see letters and digits, which helps it to spell, to reverse words and to
 calculate. Decoding the tokens of a text gives the same text. The ids above 255 are special tokens.

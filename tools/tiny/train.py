@@ -1,11 +1,12 @@
-"""Train the embedded model on random questions, which are generated during the training.
+"""Train the model that ships with jpaged. The random questions are generated during the training.
 
     python -m tools.tiny.train --out third --resume jpaged/assets/tiny --seconds 420
 
 The optimizer is Muon for the matrices of the layers, and Adam for the other parameters, with
 warm-up and cosine decay. (After 300 steps the loss was 0.34 with Muon, and 0.57 with AdamW.)
 Parameters are float32, and the computation is in bfloat16. Seed and step number determine a batch.
-Worker processes make the batches, and a launch runs several steps, so that the device never waits.
+Worker processes make the batches. One call of the compiled program (a launch) runs several training
+steps, so that the device never waits.
 
 A run ends after the given steps or seconds, whichever comes first, and the learning rate decays
 accordingly. A run that ends after the given steps is repeatable, up to rounding. The program writes
@@ -37,9 +38,9 @@ from tools.tiny.data import BatchShape, Rows, make_batch
 from tools.tiny.evaluate import as_markdown, evaluate, report_of
 from tools.tiny.model import Config, Params, forward, init
 
-LAUNCH = 8  # number of training steps per launch
-AHEAD = 16  # The workers make the batches of `AHEAD` launches in advance.
-IN_FLIGHT = 3  # At most `IN_FLIGHT` launches are queued on the device.
+LAUNCH = 8  # One call of the compiled program (a launch) runs `LAUNCH` training steps.
+AHEAD = 16  # The worker processes make the batches for `AHEAD` program calls in advance.
+IN_FLIGHT = 3  # At most `IN_FLIGHT` program calls are queued on the device.
 WARM_UP = 200  # The learning rate rises during `WARM_UP` steps.
 
 Batch = tuple[Rows, Rows]
@@ -193,9 +194,10 @@ def _joined(rows: tuple[Rows, ...]) -> Rows:
 
 
 def stream_launches(seed: int, shape: BatchShape, workers: int) -> Generator[Batch]:
-    """Yield the batches of one launch after another, without end.
+    """Yield the training data for one program call after another, without end.
 
-    Worker processes make the batches of up to `AHEAD` launches in advance.
+    One program call (a launch) runs `LAUNCH` training steps. Worker processes make the data for up
+    to `AHEAD` calls in advance.
     """
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         make = functools.partial(pool.apply_async, make_launch)

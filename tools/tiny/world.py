@@ -1,4 +1,4 @@
-"""The questions that the embedded model can answer, with their correct answers.
+"""The questions that the model that ships with jpaged can answer, with their correct answers.
 
 A task draws a random content, such as the numbers 17 and 25 or the word "stone". It then chooses
 one of many wordings of the question (`wordings.toml`), and computes the answer. Only the content
@@ -134,9 +134,9 @@ def _difference(rng: random.Random, words: bool) -> Draft:
 
 
 def _product(rng: random.Random, words: bool, largest: int) -> Draft:
-    """Return a question to multiply.
+    """Return a multiplication question.
 
-    The numbers are from the times table, or one has one digit and the other up to three digits.
+    Either both factors are at most `CORE`, or one factor is 2 to 9 and the other is below 1,000.
     """
     a = b = largest
     while a * b > largest:
@@ -284,9 +284,9 @@ def _count(
 ) -> Draft:
     """Return a question to count up or down, by ones or in larger steps.
 
-    The answer has from `lengths[0]` to `lengths[1]` characters. If the steps are larger than one,
-    it also has at most `stepped` characters. If the first and the last number are above `untold`,
-    the question always says whether to count up or down.
+    An answer has from `lengths[0]` to `lengths[1]` characters. An answer with steps larger than one
+    has at most `stepped` characters. If the first and the last number are above `untold`, the
+    question always says whether to count up or down. Other questions may omit the direction.
     """
     limit, show = (100, number_words) if words else (1000, str)
     numbers, answer, longest = [0], "", 0
