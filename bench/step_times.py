@@ -204,10 +204,10 @@ def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
 
 
 def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
-    """Yield a row per batch size, context and block size: seconds of one layer's decode attention.
+    """Time decode attention of one layer. Yield a row per batch size, context and block size.
 
     Raises:
-        ValueError: the shape's head size is not the one that `bench.kernels` times.
+        ValueError: the shape's head size is not `bench.kernels.HEAD_SIZE`.
     """
     config = read_model_config(ALL_SHAPES[shape])
     if config.head_size != kernels.HEAD_SIZE:

@@ -106,7 +106,7 @@ def check_partials(name, array, axes, dtype, **sizes):
         sizes: Required sizes by axis name.
 
     Raises:
-        ValueError: The shape does not match, or there are no partials.
+        ValueError: The shape does not match, or the first axis is empty.
         TypeError: A dtype is not allowed.
     """
     if jnp.dtype(dtype) not in FLOAT_DTYPES:
@@ -115,7 +115,10 @@ def check_partials(name, array, axes, dtype, **sizes):
         )
     check_array(name, array, axes, (dtype, jnp.float32), **sizes)
     if not array.shape[0]:
-        raise ValueError(f"{name} has no partials: pass {axes} with at least one partial")
+        raise ValueError(
+            f"{name} has shape {array.shape} and so holds no partial sums: pass {axes} with at "
+            "least one partial sum"
+        )
 
 
 def check_eps(name, eps):

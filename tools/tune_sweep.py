@@ -70,9 +70,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Launch parameters (a candidate or the defaults), and the keys of their programs by case.
+    """Launch parameters (a candidate or the defaults), and the program of each case.
 
-    Each case is a size that is timed, or a small input that is checked.
+    A case is a problem size to time, or a small input for a check of the results.
+
+    Attributes:
+        override: The fields that the candidate replaces; empty for the defaults.
+        programs: Key of each case's program: the text of the program, or a description if
+            lowering failed.
     """
 
     override: Override

@@ -33,9 +33,9 @@ from jpaged.observe.pool_report import MemoryReport
 class BuddyAllocator:
     """Allocator of ranges of 1, 2, 4, 8, ... blocks. A range starts at a multiple of its length.
 
-    To allocate, the allocator splits a free range in halves as long as a half is long enough. If
-    both halves of a range (buddies) are free, it joins them. Among free ranges of equal length, it
-    takes the one with the lowest start.
+    `allocate` takes the shortest free range that fits the request. If several ranges have this
+    length, `allocate` takes the range with the lowest start. It splits the range in halves until
+    the next half would be too short. `free` joins the two halves of a range if both are free.
     """
 
     def __init__(self, size: int):

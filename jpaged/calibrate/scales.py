@@ -34,8 +34,10 @@ from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX, LayerKV, select_backend
 BLOCK_SIZE = 16
 SCALES_FILE_NAME = "kv_scales.safetensors"
 LINKED_FILE_NAME = "weights.safetensors"
-"""Name of the link to the original `model.safetensors`. Loaders read a file of that name before the
-index, and would not find the scales."""
+"""Name of the symbolic link to the original `model.safetensors`.
+
+If the link were named `model.safetensors` too, loaders would read this file instead of the index,
+and would not find the scales."""
 
 KV_CACHE_SCHEME = {
     "num_bits": 8,
@@ -77,8 +79,8 @@ def calibrate(
         raise ValueError(f"{folder} already exists and is not an empty folder: pass a new folder")
     if all((source / name).exists() for name in (SINGLE_FILE_NAME, LINKED_FILE_NAME)):
         raise CheckpointError(
-            f"{source} has a file {LINKED_FILE_NAME}: rename it, because calibration links "
-            f"{SINGLE_FILE_NAME} under that name"
+            f"{source} contains {LINKED_FILE_NAME}: rename this file, because calibration creates "
+            f"a symbolic link of that name to {SINGLE_FILE_NAME}"
         )
     raw_config = read_config(source)
     config = read_model_config(raw_config)

@@ -94,9 +94,9 @@ class LoweredPool:
         # Indices of the workers that have ended.
         self._ended: set[int] = set()
         # Whether `_assign` has failed to store a program that calls the user's functions. A thread
-        # of `ProgramBuilder` then traces that program, which runs the user's functions. Two threads
-        # must not run the user's functions at the same time. Therefore, `_assign` leaves later
-        # programs that call the user's functions to the thread too.
+        # of `ProgramBuilder` then runs these functions to trace the program. Two threads must not
+        # run the user's functions at the same time. Therefore, `_assign` refuses all later programs
+        # that call the user's functions, and the thread traces these programs too.
         self._is_refused = False
 
     def __enter__(self) -> "LoweredPool":

@@ -57,18 +57,18 @@ class Admission:
     ):
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
-        # State of the last call of `find_fit` that found too few blocks. The method returns None
-        # again until a value in `_refused_state` changes or the cached prefix becomes longer. The
-        # first two values are the request's first sequence and number of live sequences. The others
-        # are the number of blocks that must stay free, and the number of blocks freed so far.
-        # `_refused_prefix` is the cached prefix of the first sequence.
+        # Result of the last `find_fit` call that found too few free blocks. `_refused_state` is the
+        # tuple (first sequence of the request, number of its live sequences, number of blocks that
+        # must stay free, number of blocks freed so far). `_refused_prefix` is the cached prefix of
+        # the first sequence. The method returns None again until the tuple changes or the cached
+        # prefix becomes longer.
         self._refused_state: tuple[object, ...] = ()
         self._refused_prefix: list[PrefixCacheEntry] = []
-        # State of the last call of `would_fit_after_preemption` that found too few blocks. The
-        # method returns False again until a value in `_preemption_refused_state` changes or the
-        # cached prefix becomes longer. The values are the request's first sequence, its number of
-        # live sequences, the number of calls of `BlockPool.free`, and the number of blocks that
-        # must stay free. `_preemption_refused_prefix` is the cached prefix of the first sequence.
+        # Result of the last `would_fit_after_preemption` call that found too few blocks.
+        # `_preemption_refused_state` is the tuple (first sequence of the request, number of its
+        # live sequences, number of `BlockPool.free` calls so far, number of blocks that must stay
+        # free). `_preemption_refused_prefix` is the cached prefix of the first sequence. Until the
+        # tuple changes or the cached prefix becomes longer, the method returns False again.
         self._preemption_refused_state: tuple[object, ...] = ()
         self._preemption_refused_prefix: list[PrefixCacheEntry] = []
 
@@ -146,10 +146,10 @@ class Admission:
                 return False
         freed_blocks = manager.exclusive_blocks(sequences)
         fit = self.measure_fit(request)
-        # `freed_blocks` may include blocks of the waiting request's cached prefix. These blocks
-        # become free when the victims are preempted, and the request takes them from the free
-        # blocks. `measure_fit` counts a prefix block as needed only if no sequence holds the block
-        # now. So add the number of prefix blocks in `freed_blocks`.
+        # Some of `freed_blocks` may be cached blocks that the waiting request will reuse.
+        # `measure_fit` does not count these blocks as needed, because the victims still hold them.
+        # After the preemption, the request takes these blocks from the free blocks. Therefore, add
+        # the number of these blocks to `num_needed`.
         num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & freed_blocks)
         num_surplus_blocks = manager.num_free_blocks + len(freed_blocks) - num_needed

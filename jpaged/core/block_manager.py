@@ -50,7 +50,7 @@ class BlockManager:
     """Allocates to each sequence exactly the blocks that its computed tokens need.
 
     With speculative decoding, a sequence may hold more blocks. `reserve` adds blocks for drafts,
-    and `trim` frees the added blocks that hold no token and that no step in flight may write.
+    and `trim` frees the blocks that turn out to be unused, for example after rejected drafts.
 
     Token `i` of a sequence lies in slot `i % block_size` of block `block_table[i // block_size]`.
     New tokens start at `sequence.num_computed_tokens`, which the caller advances after `append`.
@@ -143,7 +143,9 @@ class BlockManager:
         start, block_size = sequence.num_computed_tokens, self.block_size
         table = sequence.block_table
         grown = -(-(start + num_tokens) // block_size) - len(table)
-        if grown < 0:  # a sequence with spare blocks never shares its partly filled block
+        if grown < 0:
+            # The sequence has blocks that `reserve` added for drafts. No other sequence shares its
+            # partly filled block, so no copy on write is needed.
             return 0
         if start % block_size and self.pool.blocks[table[-1]].ref_cnt > 1:
             return grown + 1
@@ -237,7 +239,7 @@ class BlockManager:
     def trim(self, sequence: Sequence) -> None:
         """Free the unused blocks at the end of a sequence's block table.
 
-        A block is unused if it holds no computed token and no step in flight may write to it.
+        A block is in use if it holds a computed token, or if a step in flight can write to it.
         Blocks become unused when the device rejects drafts, or when the scheduler removes the
         sequence from a step.
         """
@@ -404,8 +406,8 @@ class BlockManager:
         has_enough = num_held == needed
         if self.has_reservations:
             # With speculative decoding, `num_computed_tokens` counts one token per step in flight.
-            # The sequence may have no slot for this token, because accepted drafts may have filled
-            # its last slots. The step in flight then computes no token for the sequence.
+            # The count may be too high: a step computes no token for a sequence whose blocks are
+            # full. Therefore, `needed` is reliable only if no step is in flight.
             has_enough |= num_held > needed or sequence.num_in_flight_steps > 0
         is_sound = has_enough and len(set(table)) == len(table) and NULL_BLOCK_ID not in table
         require(

@@ -162,8 +162,8 @@ class PrefixCache:
                 cache_entry.digest == digest, f"{name} is indexed under the hash of another entry"
             )
             require(bool(cache_entry.blocks), f"{name} has no block")
-            # Parents are created before their children, so an entry's id is larger than its
-            # parent's id. This check excludes cycles.
+            # Parents are created before their children, so a parent must have a smaller id than its
+            # child. Comparing the ids also detects cycles.
             parent = cache_entry.parent
             is_after = parent in known and parent < cache_entry.entry_id
             require(is_after, f"{name} has parent {parent}, which is gone or newer")

@@ -270,8 +270,10 @@ class Scheduler:
     ) -> StepUpdate:
         """Append the sampled tokens of a finished step, and end completed sequences.
 
-        If the step verified drafts, only the first token of each sequence is appended. The caller
-        then passes the other positions to `append_accepted`, and may end sequences in between.
+        A step that verifies draft tokens may return several tokens per sequence. In this case, the
+        method appends only the first token of each sequence. The caller then passes the second
+        token of each sequence to `append_accepted`, then the third, and so on. Between these calls,
+        the caller may end sequences.
 
         An error of one request, or a missing token (`NO_TOKEN`), ends only that request.
         `StepUpdate.failed` lists such requests.
@@ -308,9 +310,10 @@ class Scheduler:
             sequence.num_in_flight_steps -= 1
             if is_sampled:
                 if plan.limits:
-                    # With drafts, the position of the sampled token is known only now: the token
-                    # follows the tokens that the host has read. A row without a free slot has
-                    # sampled no token.
+                    # With speculative decoding, the position in the plan may be wrong, because
+                    # earlier steps may have accepted drafts. The host has now read these steps, so
+                    # the correct position follows from `token_ids`. The device samples no token for
+                    # a sequence whose blocks are full.
                     start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
                     num_tokens = int(is_sampled)
                 else:
@@ -437,8 +440,7 @@ class Scheduler:
             raise ValueError(
                 "the weights cannot be replaced while the engine has "
                 f"{format_count(num_pins, 'pinned prefix', 'pinned prefixes')} and unfinished "
-                "requests: unpin the prefixes, or finish the requests. With new weights, the "
-                "requests cannot use the pinned blocks and may not fit in the rest of the pool"
+                "requests: unpin the prefixes, or finish the requests first"
             )
 
     def end_sharing(self) -> None:
@@ -683,7 +685,10 @@ class Scheduler:
         return bool(self.waiting) and self._admission.num_free_rows >= self.waiting.first.num_rows
 
     def _trim_reservations(self) -> bool:
-        """Free reserved blocks that no step in flight may write; return whether any was freed."""
+        """Free the unused blocks that were reserved for drafts. Return whether a block was freed.
+
+        Blocks that a step in flight can write to stay allocated.
+        """
         before = self.block_manager.num_free_blocks
         if self.speculation is not None:
             for sequence in self.sequences.by_id.values():

@@ -61,8 +61,7 @@ class RequestQueue:
         """Insert a request in sort order.
 
         While the request is queued, its `num_rows` (its maximum number of sequences in a step) must
-        not grow. If `num_rows` is 1 when the request is added, the queue always counts one row for
-        the request.
+        not grow. Otherwise, the `num_rows` of the queue could be too small.
         """
         name, requests = request.request_id, self._requests
         is_last = not requests or self.last.sort_key < request.sort_key

@@ -207,8 +207,8 @@ class ConstrainedSampler:
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
         else:
-            # All rows of the step have late masks. The wait has a limit, because no new request can
-            # join the batch before the wait ends.
+            # The step waits for the masks of all its rows. Even then, the wait must have a limit,
+            # because new requests can join the batch only after the wait.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -223,10 +223,11 @@ class ConstrainedSampler:
         cannot_skip = {i for i in late if not self._can_skip(step, items[i][1])}
         if not cannot_skip or not is_late:
             return not cannot_skip
-        # On a busy machine, the mask worker may be late only because it got no CPU time.
+        # On a busy machine, the mask worker may be late only because it got no CPU time. The step
+        # then waits longer, up to `_MAX_MASK_WAIT_S`.
         is_busy = mask_client.is_running and not (has_ready_rows and cannot_skip.issubset(heavy))
-        # If the step also has rows without a grammar, a busy mask worker may delay these rows only
-        # if the goal is throughput.
+        # The longer wait also delays rows without a grammar. If the step has such rows, wait longer
+        # only for the throughput goal.
         is_busy = is_busy and (goal is SchedulingGoal.THROUGHPUT or not has_unconstrained_rows)
         return not is_busy or mask_client.seconds_waited >= _MAX_MASK_WAIT_S
 

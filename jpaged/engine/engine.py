@@ -602,10 +602,10 @@ class Engine:
             state = self._preprocessor.make_request_state(prefix, PIN_PARAMS, ids_in_use=in_use)
             self._run_to_end([state], SchedulingGoal.LATENCY, int, RequestState.output)
             pin = scheduler.pin_prefix(*wanted)
-            # `pin` is None if the prefix is not cached, although `_run_to_end` has just computed
-            # the prefix. If other requests are unfinished, a preemption may have freed the blocks
-            # of the prefix, so compute the prefix again. Otherwise, the cache must contain another
-            # prefix with the same hash.
+            # `_run_to_end` has computed the prefix, but `pin` is None if the prefix is not cached.
+            # There are two possible reasons. Unfinished requests may have taken the blocks of the
+            # prefix: the loop then computes the prefix again. Or another cached prefix has the same
+            # hash: this is the only possible reason if no request is unfinished.
             if pin is None and not scheduler.has_unfinished_requests:
                 message = "another cached prefix has the same hash: call reset_prefix_cache()"
                 raise RuntimeError(message)
@@ -855,8 +855,8 @@ def _stream_deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta
     """
     try:
         while state.undelivered_samples:
-            # Advance only if no sample has new tokens: another call of the engine may have advanced
-            # this request already.
+            # Run a step only if the request has no undelivered tokens. Another call of the engine
+            # may already have run steps of this request.
             if not any(sample.has_update for sample in state.undelivered_samples):
                 loop.advance(SchedulingGoal.LATENCY)
             yield from state.take_sample_deltas()

@@ -113,7 +113,8 @@ class EngineLoop:
             mask_client, scheduler, runner, mode, self.requests
         )
         self._num_constrained_requests = 0
-        # Step whose layers are launched, but whose sampling waits for masks; None without one.
+        # Step that waits for grammar masks before its tokens can be sampled. The layers of the step
+        # are already launched. None if no step waits for masks.
         self._unsampled_step: UnsampledStep | None = None
         self._device_wait_s = 0.0  # total time that the host has waited for the device
         self._steps_in_flight: deque[StepHandle] = deque()

@@ -118,7 +118,7 @@ def pair_completions(
             "completions",
             f"has {format_count(len(named), 'entry', 'entries')} for "
             f"{format_count(len(checked), 'prompt')}",
-            remedy="pass one completion per prompt, and repeat prompts with several completions",
+            remedy="pass one completion per prompt; repeat a prompt that has several completions",
         )
     found = [_check_completion(each, name, vocab_size) for name, each in named.items()]
     return list(zip(checked, found, strict=True))

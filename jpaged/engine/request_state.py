@@ -202,10 +202,10 @@ class SampleState:
         self._detokenizer = _detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
     def accept_token(self, reason: FinishReason | None) -> bool:
-        """Process the newest token of the sequence.
+        """Process the token that was appended to the sequence most recently.
 
-        If the request has no stop strings, the caller need only pass the last token of the
-        sequence.
+        If the request has stop strings, call this method after each token. Otherwise, one call
+        after the final token is enough.
 
         Args:
             reason: Why the token ended the sequence; None if the sequence continues.
@@ -392,8 +392,7 @@ class RequestState:
         return self.constraint is not None
 
     def start_version(self, version: int) -> None:
-        """Record that weights with the number `version` compute all tokens that the host has not
-        received yet."""
+        """Record that weights with the number `version` compute the next tokens of the request."""
         for sample in self.samples:
             if sample.sequence.finish_reason is None:
                 sample.weight_versions.add(version, sample.sequence.num_output_tokens)

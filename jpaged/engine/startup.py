@@ -202,7 +202,7 @@ def _check_mesh(mesh: AbstractMesh) -> None:
     if mesh.size > 1:
         raise ValueError(
             f"jax.set_mesh has set a mesh of {mesh.size} devices, but an engine of a JaxModel uses "
-            "the mesh of params: create the engine outside of the mesh's context"
+            "the mesh of params: create the engine while jax.set_mesh sets no mesh"
         )
 
 
@@ -210,8 +210,8 @@ def _check_device_options(config: EngineConfig, num_devices: int) -> None:
     """Check that the options fit the number of devices that hold the parameters.
 
     Raises:
-        ValueError: `tensor_parallel_size` is another number, or compile workers are requested for
-            several devices.
+        ValueError: `tensor_parallel_size` is neither 1 nor `num_devices`, or compile workers are
+            requested for several devices.
     """
     requested = config.tensor_parallel_size
     if requested not in (1, num_devices):
@@ -429,7 +429,7 @@ def check_batch_invariant(
         raise _unsupported_cache_error(cache_dtype)
     found: list[tuple[bool, str, str]] = [(is_quantized, "quantized weights", unquantized)]
     if device.platform != "cpu":
-        found += _missing_kernels(model, block_size, dtype, device.device_kind)
+        found += _gpu_batch_invariant_checks(model, block_size, dtype, device.device_kind)
     for is_wrong, what, remedy in found:
         if is_wrong:
             raise ValueError(f"batch_invariant=True does not support {what}: {remedy}")
@@ -442,12 +442,12 @@ def _unsupported_cache_error(cache_dtype: str) -> ValueError:
     )
 
 
-def _missing_kernels(
+def _gpu_batch_invariant_checks(
     model: ModelConfig, block_size: int, dtype: jnp.dtype, device_kind: str
 ) -> list[tuple[bool, str, str]]:
-    """Return reasons why a GPU may not support `batch_invariant`.
+    """Return the results of all checks that `batch_invariant` requires on a GPU.
 
-    Each tuple contains: whether the reason applies to the model and GPU, a description, a remedy.
+    Each result is a tuple: whether the check failed, what the GPU does not support, and a remedy.
     """
     windows = [it.sliding_window for it in model.layers if it.sliding_window is not None]
     caps = [it.soft_cap for it in model.layers if it.soft_cap is not None]

@@ -111,12 +111,12 @@ class ScaleAxis:
 
     @property
     def size(self) -> int:
-        """Sum of the sizes of all parts of the tensor."""
+        """Size of the weight tensor along the axis."""
         return sum(self.part_sizes)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Number of scale blocks in each part of the tensor."""
+        """Number of scales along the axis, for each part of a fused tensor (such as q, k and v)."""
         return tuple(-(-size // self.block_size) for size in self.part_sizes)
 
 
@@ -168,8 +168,8 @@ class WeightRule:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Index at which the filled part begins, by axis of the parameter. Axes with index 0 are
-        left out."""
+        """Index at which the tensor begins within the parameter, by axis of the parameter. On axes
+        that are not in the dict, the index is 0."""
         offsets = {self.axis: self.start}
         return offsets if self.expert is None else offsets | {0: self.expert}
 

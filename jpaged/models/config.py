@@ -41,8 +41,10 @@ class RopeConfig:
     Only "yarn" uses the other fields.
 
     Attributes:
-        beta_fast, beta_slow: Numbers of rotations within the original context length, between which
-            frequencies are interpolated.
+        beta_fast: A channel pair keeps its frequency if it makes at least `beta_fast` rotations
+            within the original context length.
+        beta_slow: The frequency of a channel pair is divided by `factor` if the pair makes at most
+            `beta_slow` rotations. Frequencies between the two limits are interpolated.
         truncate: Whether the range of interpolated frequencies ends at whole channel pairs.
         attention_factor: Factor that multiplies cosine and sine, and thereby rotated queries and
             keys.

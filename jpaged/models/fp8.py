@@ -52,8 +52,8 @@ from pallas_kernels import (
 class _FP8Base(WeightFormat):
     """Base class of the formats that store a weight in FP8 and quantize input rows to FP8.
 
-    With static scales, `input_scale` holds one scale per part of the projection. The rows are
-    quantized once for all parts, with the largest of these scales.
+    With static scales, `input_scale` holds one scale for each part of a fused projection (such as
+    q, k and v). The rows are quantized once for all parts, with the largest of these scales.
     """
 
     is_grouped: ClassVar[bool] = False
@@ -88,7 +88,8 @@ class _FP8Base(WeightFormat):
 
     @property
     def static_scales(self) -> Float32[Array, "parts"] | None:
-        """Static scales of the activations, one per part; None if the scales are dynamic."""
+        """Static scales of the input rows, one for each part of a fused projection (such as q, k
+        and v). None if the scales are dynamic."""
         return None if self.input_scale is None else self.input_scale[...]
 
     def _gemm_operands(
@@ -286,14 +287,17 @@ def num_blocks(size: int) -> int:
 
 
 def fp8_scales(values: Float[Array, "..."], axes: Sequence[ScaleAxis]) -> Float32[Array, "..."]:
-    """Return the FP8 scales of a weight. The result has one axis per entry of `axes`.
+    """Return one FP8 scale for each block of an unquantized weight.
 
-    The function reshapes the weight to [*sizes of `axes`, n], for a number n. The n numbers along
-    the last axis share a scale, as do the numbers in a block along the other axes.
+    The function reshapes the weight to [*sizes of `axes`, n]. A block contains `block_size` numbers
+    along each axis of `axes`, and all n numbers along the last axis.
 
     Args:
         values: The unquantized weight, in the layout of the parameter.
-        axes: Axes of the scales. Each entry has the size and the block size of an axis.
+        axes: Size and block size of each axis of the scales.
+
+    Returns:
+        The scales, with one axis for each entry of `axes`.
     """
     largest = jnp.abs(values).reshape(*(axis.size for axis in axes), -1).max(-1)
     # Compute the maximum of each block along one axis at a time. The last axis comes first, because

@@ -89,8 +89,8 @@ class JaxModel:
                 )
             if isinstance(function, jax.stages.Wrapped):
                 raise TypeError(
-                    f"{name} is a function of jax.jit: pass the function itself, because the "
-                    "engine compiles it"
+                    f"{name} is wrapped in jax.jit: pass the function without jax.jit, because the "
+                    "engine compiles the function"
                 )
         for name in ("num_layers", "vocab_size", "max_positions"):
             _check_size(name, getattr(self, name))
@@ -121,7 +121,7 @@ class JaxModel:
 
     @property
     def layers(self) -> tuple[LayerHeads, ...]:
-        """The KV heads of each layer."""
+        """Number and width of the KV heads in each layer."""
         sizes = zip(_as_tuple(self.num_kv_heads), _as_tuple(self.head_size), strict=True)
         return tuple(LayerHeads(*each) for each in sizes)
 
@@ -462,7 +462,10 @@ def _check_parameters(params: Any, device: Any, mesh: Mesh | None) -> Any:
 
 
 def _check_parameter(name: str, leaf: Any, device: Any, mesh: Mesh | None) -> jax.Array:
-    """Return the leaf as an array on the device, or with a sharding on the mesh, without a copy."""
+    """Check a parameter, and return an array with the same data, without a copy.
+
+    The returned array is on the devices of `mesh`, or on `device` if `mesh` is None.
+    """
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__qualname__}"
         raise TypeError(

@@ -194,8 +194,8 @@ def linear_rules(
 
     Args:
         projection: The projection.
-        sources: Names of the modules in the checkpoint, without ".weight": one per part, in order,
-            or a single one if the parts are fused in the checkpoint.
+        sources: Names of the checkpoint modules, without ".weight": one module for each part of
+            the projection (such as q, k and v), in order, or a single module with all parts.
         target: Path of the `Linear`.
         transposed: Whether the checkpoint stores weights as [out, in] rather than [in, out].
     """
@@ -309,15 +309,15 @@ class Embedding(nnx.Module):
         soft_cap: float | None,
         backend: Backend,
     ) -> TargetScores:
-        """Return three numbers for each row of logits: the maximum, the sum of exponentials and the
-        target's logit.
+        """Return three numbers per row, which determine the log-probability of the target token.
 
-        The log-probability of the target follows from them. The logits are never all in memory. If
-        the table is sharded, the numbers cover this device's rows of the table.
+        The numbers are the row's largest logit, the sum of exp(logit - largest), and the target's
+        logit. The method never stores all logits at the same time. If the vocabulary is sharded
+        over devices, a device's numbers cover only the tokens of the device's shard.
 
         Args:
             hidden: Hidden states.
-            targets: One token id per row of hidden states.
+            targets: One target token id per row of hidden states.
             soft_cap: See `pallas_kernels.target_scores`.
             backend: Implementation of the kernels.
         """

@@ -216,8 +216,8 @@ class ModelParameters:
         try:
             placements = plan_weights(tensors, rules, specs, subject="params")
         except CheckpointError as error:
-            # An FP8 tensor among unquantized tensors can cause an error about the unquantized
-            # tensors. The hint names the FP8 tensor.
+            # If only some tensors are in FP8, `error` may name an unquantized tensor, although the
+            # FP8 tensor is the mistake. Therefore, add a hint that names the FP8 tensor.
             hint = ""
             if config.quantization is not None and fp8_name is not None:
                 hint = (

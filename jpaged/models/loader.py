@@ -1,10 +1,11 @@
 """Load a checkpoint folder into a model whose parameters are on the device.
 
 Before any weight is read, `plan_weights` checks the headers of the files against the model. Then
-the loader copies the tensors to the device in slabs, file by file. The device transposes and casts
-each slab and writes it in place into its parameter, which may be fused from several tensors. Files
-are mapped for one slab at a time. The host therefore holds only a few slabs, even if a file or a
-parameter is large. Each tensor-parallel device receives its shard of every slab.
+the loader copies the tensors to the device in slabs (groups of rows), file by file. The device
+transposes and casts each slab, and writes the slab in place into its parameter. A parameter may be
+fused from several tensors. Files are mapped for one slab at a time. The host therefore holds only a
+few slabs, even if a file or a parameter is large. Each tensor-parallel device receives its shard of
+every slab.
 
 If the config ties the output head to the embedding, but the checkpoint holds both, their values are
 compared, as in transformers. If they differ, the model keeps the head and is not tied.
@@ -740,8 +741,9 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
         yield placement.start, slice(None)
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    # The slab must consist of whole rows of the file and of whole rows of the parameter. The two
-    # kinds of row may differ in size, so the slab's size is a common multiple of both sizes.
+    # The tensor may have different shapes in the file and in the parameter, so the sizes of a row
+    # may differ. A slab must consist of whole rows in both shapes. The number of elements in a slab
+    # is therefore a multiple of both row sizes.
     common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))

@@ -175,7 +175,7 @@ class ModelOps:
         return self._call("add_rms_norm", _add_rms_norm, *arrays, split=split, eps=eps)
 
     def _product_split(self, x: Array, weight: Array) -> Split | None:
-        """Return how devices split `project`; None on one device."""
+        """Return how devices split the arrays of the operation `project`; None on one device."""
         if (shard_runner := self._shard_runner) is None:
             return None
         axis, num_inputs = shard_runner.weight_axis("project", "weight", weight), x.ndim - 1
@@ -190,7 +190,8 @@ class ModelOps:
         return Split((REPLICATED, spec), shard_runner.split_along(2 + axis - num_inputs))
 
     def _vocabulary_split(self, table: Array) -> Split | None:
-        """Return how devices split `project_vocabulary`; None on one device."""
+        """Return how devices split the arrays of the operation `project_vocabulary`; None on one
+        device."""
         if (shard_runner := self._shard_runner) is None:
             return None
         axis = shard_runner.weight_axis("project_vocabulary", "table", table)

@@ -54,7 +54,7 @@ _UNROLL = (
 
 
 class LayerHeads(NamedTuple):
-    """The KV heads of one layer.
+    """Number and width of the KV heads in one layer.
 
     Attributes:
         num_kv_heads: Number of KV heads (K).
@@ -293,7 +293,7 @@ class ModelStep(ModelOps):
         return self._call("experts", _experts, *arrays, split=split, **options)
 
     def _experts_split(self, gate_up: Array, down: Array) -> Split | None:
-        """Return how devices split `experts`; None on one device."""
+        """Return how devices split the arrays of the operation `experts`; None on one device."""
         if (shard_runner := self._shard_runner) is None:
             return None
         axes = []

@@ -143,7 +143,7 @@ class MemoryReport:
 
     @property
     def waste(self) -> float:
-        """Fraction of the used slots that hold no token, 0 to 1."""
+        """Fraction of the slots in used blocks that hold no token, 0 to 1."""
         return self.num_waste_slots / self.num_used_slots if self.num_used_slots else 0.0
 
     @property

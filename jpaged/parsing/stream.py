@@ -232,11 +232,13 @@ class TextStream:
     def take_until(
         self, *tags: str, max_whitespace: int = MAX_TAG_WHITESPACE
     ) -> ParserCoroutine[str]:
-        """Take the text before the first tag of `tags`, and return this tag.
+        """Move the position past the text before the first tag of `tags`, and return that tag.
 
-        Up to `max_whitespace` whitespace characters before the tag are not taken. If the text ends
-        without a tag, return "". In this case, call `take_rest` to take the whitespace and the
-        incomplete tag at the end.
+        The text is passed to `sink` or buffered. The next `take_...` call starts at the tag, or at
+        the whitespace before the tag (up to `max_whitespace` characters).
+
+        If the text ends without a tag, return "". Whitespace and an incomplete tag at the end of
+        the text are then left for `take_rest`.
         """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:

@@ -571,10 +571,10 @@ def _burst_inputs(plans: list[StepPlan], rows: list[np.ndarray]) -> tuple[Any, .
 
 
 def _start_copy_to_host(sampled: SampledTokens, level: SamplerLevel) -> Any:
-    """Start copying the results of a step or burst to the host, and return the copied array.
+    """Start copying one of the arrays in `sampled` to the host, and return that array.
 
-    The copied array is `sampled.scores` if the sampling features in `level` include `LOGPROBS`, and
-    otherwise `sampled.token_ids`. The scores also contain the ids of the sampled tokens.
+    If the sampling features in `level` include `LOGPROBS`, the array is `sampled.scores`. The
+    scores also contain the ids of the sampled tokens. Otherwise, the array is `sampled.token_ids`.
     """
     wanted = sampled.token_ids
     if SamplerLevel.LOGPROBS in level and sampled.scores is not None:

@@ -85,7 +85,13 @@ class StructuredOutputs:
             object.__setattr__(self, field, own)
 
     def with_reasoning(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
-        """Return a copy of the specification with these values of `after` and `opening`."""
+        """Return a copy of the specification with other reasoning tags.
+
+        Args:
+            after: Text that ends the reasoning, such as "</think>"; None for no reasoning.
+            opening: Text that starts the reasoning, such as "<think>"; None if the prompt has
+                opened the reasoning.
+        """
         other = copy.copy(self)
         object.__setattr__(other, "after", after)
         object.__setattr__(other, "opening", opening)

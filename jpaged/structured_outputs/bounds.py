@@ -9,12 +9,12 @@ from jpaged.errors import ErrorKind, RequestError
 
 
 class Bound(NamedTuple):
-    """A maximum number of items, with the words of the error message for a larger number.
+    """A limit on a number of items, and the words of the error for a number above the limit.
 
     Attributes:
-        limit: Maximum count.
-        noun: Plural noun of the counted items, for the error.
-        remedy: How to reduce the count, for the error.
+        limit: Maximum number of items.
+        noun: Name of the items in the error, such as "choices".
+        remedy: Advice in the error, such as "remove some".
     """
 
     limit: int
@@ -122,12 +122,12 @@ TRIAL_TOKENS = 24
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
-    # 50,000 units of fuel are enough for about 4 ms of CPU time.
+    # Fuel is llguidance's unit of lexer work. 50,000 units last about 4 ms of CPU time.
     "step_lexer_fuel": 50_000,
-    # llguidance processes 5,000 items in less than 1 ms.
+    # Maximum number of Earley parser items per mask. 5,000 items take less than 1 ms.
     "step_max_items": 5_000,
-    # At this number of items, a token takes about 6 ms. The time is quadratic in the number of
-    # items.
+    # Maximum number of Earley parser items at one position of the text. With 600 items, a token
+    # takes about 6 ms. The time is quadratic in the number of items.
     "max_items_in_row": 600,
     # Maximum number of states of a lexer; a state takes about 560 bytes. `Matcher` replaces a lexer
     # that reaches this limit.

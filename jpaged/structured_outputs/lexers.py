@@ -165,7 +165,8 @@ class LexerPool:
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
-        # This lock is held while a lexer is compiled, which may take seconds. `_lock` is not.
+        # A thread holds `_compile_lock` while it compiles a lexer, which may take seconds. A thread
+        # holds `_lock` only for short updates.
         self._compile_lock = threading.Lock()
 
     @property

@@ -337,7 +337,12 @@ class Matcher:
                 return error
 
     def try_fill_mask(self, rows: np.ndarray, row: int) -> GrammarError | None:
-        """Write a mask like `fill_mask`, or set `needs_lexer` and write no valid mask."""
+        """Write the mask of the next token into `rows[row]`, but never replace the lexer.
+
+        If the lexer must be replaced first, the method sets `needs_lexer` and returns None. The
+        caller must then ignore the contents of `rows[row]`. See `fill_mask` for the arguments and
+        the result.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         if not self.is_in_reasoning:
@@ -352,7 +357,7 @@ class Matcher:
 
         Returns:
             The error if the grammar has failed or allows no next token, otherwise None. If
-            `needs_lexer` was set, the mask is not valid.
+            `needs_lexer` was set, ignore the contents of the mask.
         """
         # Forbid end tokens, because the answer must still contain the constrained text.
         if self.is_in_reasoning:

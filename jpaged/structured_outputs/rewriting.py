@@ -155,7 +155,7 @@ class _Facts:
     names: frozenset[str] | None = None
 
     def intersect(self, other: "_Facts") -> "_Facts":
-        """Return bounds on the values that satisfy both these bounds and `other`."""
+        """Return bounds on the values that match both the schema of `self` and that of `other`."""
         properties = dict(self.properties)
         for name, facts in other.properties.items():
             properties[name] = properties[name].intersect(facts) if name in properties else facts
@@ -168,7 +168,7 @@ class _Facts:
         )
 
     def excludes(self, other: "_Facts") -> bool:
-        """Return whether no value can satisfy both these bounds and `other`."""
+        """Return True only if no value matches both the schema of `self` and that of `other`."""
         common = self.types & other.types
         if not common or (
             self.values is not None

@@ -305,20 +305,23 @@ def _check_properties(path: SchemaPath, value: Any, schema: Schema) -> None:
 def _check_property_count(path: SchemaPath, schema: Schema) -> None:
     """Raise ValueError if `minProperties` or `maxProperties` of a schema cannot be enforced."""
     count = PropertyCount.from_schema(schema)
-    reason = "cannot be enforced: a name that is not in properties may appear twice"
+    reason = (
+        "cannot be enforced: a name that is not in properties may appear twice and would count "
+        "twice"
+    )
     if count.allows_other_names and count.min_optional > 1:
         raise RequestError(
             f"{path}.minProperties",
-            f"{reason}. List every name in properties, set additionalProperties to false and drop "
-            "patternProperties, or drop minProperties",
+            f"{reason}. Drop minProperties, or list every name in properties and allow no other "
+            "names: set additionalProperties to false and drop patternProperties",
             value=f"{schema['minProperties']}",
             kind=ErrorKind.UNSUPPORTED,
         )
     if "patternProperties" in schema and count.max_optional is not None and count.max_optional > 1:
         raise RequestError(
             f"{path}.maxProperties",
-            f"{reason}. List the names in properties instead of patternProperties, or drop "
-            "maxProperties",
+            f"{reason}. Drop maxProperties, or list the names in properties instead of "
+            "patternProperties",
             value=f"{schema['maxProperties']}",
             kind=ErrorKind.UNSUPPORTED,
         )
@@ -400,10 +403,12 @@ def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
             raise RequestError(
                 path,
                 (
-                    "combines patternProperties with a maxProperties above 1, which cannot be "
-                    "enforced: a name that is not in properties may appear twice"
+                    "combines patternProperties with a maxProperties above 1. The maximum cannot "
+                    "be enforced, because a name that is not in properties may appear twice and "
+                    "would count twice"
                 ),
-                remedy="list the names instead of patternProperties, or drop maxProperties",
+                remedy="drop maxProperties, or list the names in properties instead of "
+                "patternProperties",
             )
 
 
@@ -444,19 +449,18 @@ def _extra_names(schema: Schema) -> _ExtraNames:
 
 
 def _intersect_counts(
-    one: Iterable[_ExtraNames], other: Iterable[_ExtraNames]
+    first: Iterable[_ExtraNames], second: Iterable[_ExtraNames]
 ) -> frozenset[_ExtraNames]:
-    """Combine the limits that two schemas set on the number of extra names in an object.
+    """Return the limits on the number of extra names in an object that matches two schemas.
 
     Extra names are property names that `properties` does not list. A schema with `anyOf` or `oneOf`
-    has alternative limits, one for each subschema. An object that matches both schemas meets one
-    limit of each schema, so the result combines each limit in `one` with each limit in `other`.
+    has one limit for each subschema. The result has one limit for each pair of subschemas.
 
     Args:
-        one: Alternative limits of the first schema.
-        other: Alternative limits of the second schema.
+        first: Limits of the first schema.
+        second: Limits of the second schema.
     """
-    return frozenset((a or b, min(m, n)) for a, m in one for b, n in other)
+    return frozenset((a or b, min(m, n)) for a, m in first for b, n in second)
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
@@ -491,9 +495,9 @@ class _SatisfiabilityCheck:
     def __init__(self, found: _SchemasById, resolve: _ResolveReference):
         self._schemas, self._resolve = found, resolve
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
-        # The keys are (id of a schema, "object" or "array"). At first, each list contains the
-        # schemas of all required properties or items. `_compute_types` removes a schema from the
-        # list when `_types` has a type for the schema.
+        # `_needed[id(schema), "object"]` lists the schemas of the required properties of `schema`.
+        # `_needed[id(schema), "array"]` lists the schemas of the required items. `_compute_types`
+        # removes a schema from a list when a finite value is known to match the removed schema.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -547,9 +551,9 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # An object or array can match only if each schema in `needed` matches some value.
-            # Remove the schemas that have a type in `_types`. These schemas need no second check,
-            # because `check` adds types to `_types` and never removes a type.
+            # `needed` lists the schemas that are not yet known to match a finite value. While the
+            # list is not empty, no finite object or array is known to match. A removed schema needs
+            # no second check, because the set of types of a schema never shrinks.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

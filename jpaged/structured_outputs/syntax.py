@@ -128,7 +128,8 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             check_schema(schema_path, schema)
             num_schemas += 1
         elif "%json" in token[0]:
-            # llguidance might read a schema at this place, which `check_schema` has not checked.
+            # The text contains "%json" where this check expects no schema. If llguidance read a
+            # schema there, the schema would be unchecked.
             raise RequestError(
                 path,
                 f"has %json within {token[0][:40]!r}",

@@ -144,12 +144,12 @@ class SpecialTokenEscaper:
 
 
 class _Marks:
-    """Private-use characters ("marks") that stand for texts while a template is rendered.
+    """Unicode private-use characters ("marks") that stand for texts while a template is rendered.
 
     Each mark is a character that the conversation does not contain.
 
     Attributes:
-        marked_texts: Mapping from the code point of a mark to the text that it stands for.
+        marked_texts: Mapping from the code point of a mark to the text that the mark stands for.
     """
 
     def __init__(self, conversation: object):
@@ -177,7 +177,7 @@ class _Marks:
         return self._marks_by_text[text]
 
     def restore(self, text: str) -> str:
-        """Return `text` with all private-use marks replaced by the texts that they stand for."""
+        """Return `text` with each character that `mark` returned replaced by the original text."""
         return text.translate(self.marked_texts)
 
 

@@ -71,8 +71,8 @@ class DecodeSpec(tile_ops.AttentionSpec):
         num_queries: Number of queries per sequence (Q). `num_heads` counts the heads of all
             queries.
         in_place: Whether the kernel writes its output rows into the argument `into`.
-        num_partials: Number of split-K partials of the fused projection; 0 if the queries are an
-            argument.
+        num_partials: Number of split-K partials of the fused projection, from which the kernel
+            computes the queries. 0 if the kernel takes finished queries instead.
         eps: Epsilon of the RMSNorm of query and key heads; None without these norms.
         dtype: Dtype to which the sum of the fused projection's partials is rounded.
     """

@@ -9,7 +9,7 @@
 
 Layout. The kernels see arrays as matrices with rows of H elements, a free reshape. The row of a
 query is token * N + head; the row of a key is (block * S + offset) * K + KV head. Tiles have
-power-of-two sides and at least 16 columns per part. Columns past the head size are masked.
+power-of-two sides and at least 16 columns (FP8 pools: 32). Columns past the head size are masked.
 
 Masking. A masked score is a large negative number instead of -inf, so a row that has seen no key
 needs no special case. Whatever such a row accumulates is multiplied by exp2(MASKED_SCORE - score),
@@ -103,7 +103,10 @@ class AttentionSpec:
 
     @property
     def width(self) -> int:
-        """Number of columns of a tile: a power of two, at least 16 for each part of the tile."""
+        """Number of columns of a tile: the head size rounded up to a power of two, at least 16.
+
+        A tile of an FP8 pool has at least 32 columns: 16 even and 16 odd columns.
+        """
         least = 2 * _MIN_WIDTH if self.is_scaled else _MIN_WIDTH
         return max(least, pl.next_power_of_2(self.head_size))
 

@@ -131,10 +131,10 @@ def _kernel(
         is_column = columns < width
 
         def load(ref, index, mask, inner):
-            """Return a tile as `_PRODUCT_DTYPE`, with zeros past the end of the depth.
+            """Return a tile as `_PRODUCT_DTYPE`, with zeros past the end of the contracted axis.
 
-            Other elements that the mask excludes are undefined, and only change results that are
-            not stored.
+            Rows of the tile that `mask` excludes are undefined: they only change results that the
+            kernel does not store.
             """
             if depth % _DEPTH == 0:
                 return plgpu.load(ref.at[index], mask=mask).astype(_PRODUCT_DTYPE)

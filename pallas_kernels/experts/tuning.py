@@ -13,8 +13,8 @@ _MAX_TILE_ROWS = 128
 # numbers of a row). A larger tile would need too many registers for sums, products and scales.
 _MAX_GROUPED_TILE_ROWS = 64
 _BARRIER_BYTES = 2048
-# The pipeline stages of a program take about `_PREFETCHED_BYTES`. On an H100, twice as many bytes
-# made the gated kernel with few rows 0 to 3 % slower.
+# The pipeline stages of a program take about `_PREFETCHED_BYTES` of shared memory. With twice as
+# many bytes, the gated kernel was 0 to 3 % slower for few rows on an H100.
 _PREFETCHED_BYTES = 104 * 1024
 _MIN_STAGES = 4  # A program has at least `_MIN_STAGES` stages if they fit in shared memory.
 

@@ -349,7 +349,7 @@ def block_scaled_gemm(
     check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part)
     backend, rows = Backend(backend), tuple(rows_per_part)
     scales, options = (x_scale, weight_scale), {"dtype": dtype, "backend": backend}
-    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=False, parts=rows, **options)
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=False, rows_per_part=rows, **options)
     if partials is not None:
         return partials
     return fp8.block_scaled_gemm(x, weight, *scales, rows, **options)[None]
@@ -374,21 +374,22 @@ def block_scaled_gated_gemm(
     check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows)
     backend, scales = Backend(backend), (x_scale, weight_scale)
     options = {"dtype": dtype, "backend": backend}
-    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=True, parts=rows, **options)
+    partials = _try_hopper_fp8_gemm(x, weight, scales, gated=True, rows_per_part=rows, **options)
     if partials is not None:
         return partials[0]
     gate_up = fp8.block_scaled_gemm(x, weight, *scales, rows, **options)
     return gated_silu(gate_up.reshape(x.shape[0], 2, -1), backend=backend)
 
 
-def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, parts=()):
+def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, rows_per_part=()):
     """Run the FP8 Hopper kernel; return None if it does not support the GEMM or XLA is faster.
 
-    `parts` are the `rows_per_part` of a block-scaled weight.
+    A block-scaled weight is a concatenation of weights. `rows_per_part` holds the number of rows of
+    each of these weights. For a weight without block scales, `rows_per_part` is empty.
     """
-    # In the kernel, all outputs of a tile share a block of weight scales. So every block must have
-    # `FP8_GROUP_SIZE` rows.
-    is_whole = all(part % FP8_GROUP_SIZE == 0 for part in parts)
+    # A weight scale belongs to a block of at most `FP8_GROUP_SIZE` rows of the weight. The kernel
+    # uses one scale for 64 or 128 adjacent outputs, so it needs blocks of `FP8_GROUP_SIZE` rows.
+    is_whole = all(rows % FP8_GROUP_SIZE == 0 for rows in rows_per_part)
     if not is_whole or jnp.dtype(dtype).itemsize != 2:
         return None
     gemm = tuning.GemmProblem(
@@ -400,8 +401,8 @@ def _try_hopper_fp8_gemm(x, weight, scales, *, gated, dtype, backend, parts=()):
         num_cores=num_cores(backend),
         device_kind=device_kind(backend),
     )
-    few = tuning.few_fp8_rows_config(gemm, grouped=bool(parts))
-    many = tuning.many_fp8_rows_config(gemm, grouped=bool(parts))
+    few = tuning.few_fp8_rows_config(gemm, grouped=bool(rows_per_part))
+    many = tuning.many_fp8_rows_config(gemm, grouped=bool(rows_per_part))
     options = {"gated": gated, "dtype": jnp.dtype(dtype)}
     if few is not None:
         return fp8_hopper.few_rows_gemm(x, weight, *scales, config=few, **options)

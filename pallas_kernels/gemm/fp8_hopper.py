@@ -425,14 +425,15 @@ def accumulate_promoted(steps, num_groups, operands, shape, scales):
 def _accumulate_rescaled(steps, operands, shape, load, scales):
     """Add the products of all stages, each multiplied by the stage's scales.
 
-    The accumulators hold the sums divided by the scale of the latest stage. Before the tensor core
-    adds the products of the next stage, each accumulator is multiplied by (previous scale / next
-    scale). This takes one operation per sum and stage. Scaling the products instead would take
-    three.
+    While the tensor core adds the products of stage i, each accumulator holds a sum divided by
+    scale(i). The kernel therefore multiplies each accumulator by scale(i - 1) / scale(i) before
+    stage i. This takes one operation per sum and stage. Multiplying the products by their scales
+    would take three operations.
 
     The divisor is at least 2 ** -60 times the largest scale so far, so the accumulators cannot
     overflow. If the scale of a stage is below this bound, the products of that stage are smaller
-    than the rounding error of the sums, and are added without rescaling.
+    than the rounding error of the sums. The kernel adds these products as if their scale were the
+    bound.
 
     Args:
         steps: Steps of the tile.

@@ -157,7 +157,8 @@ def num_splits(gemm: GemmProblem) -> int:
 
 def few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
     """Return the launch parameters of hopper.py's few-rows kernel, or None to use XLA's GEMM."""
-    # With a large weight and more than 128 rows, XLA's GEMM is at least as fast in a whole step.
+    # With a large weight and more than 128 rows, a whole step with XLA's GEMM is at least as
+    # fast as a step with the few-rows kernel.
     large = gemm.depth * gemm.width * gemm.num_factors > 1 << 23
     if gemm.itemsize != 2 or gemm.num_tokens > (128 if large else MAX_SPLIT_ROWS):
         return None
@@ -288,12 +289,12 @@ def _choose_few_rows_config(
 ) -> FewRowsConfig | None:
     """Return the launch parameters of a few-rows kernel, or None if the kernel cannot run.
 
-    A stage covers one or two groups of 128 bytes of the depth.
+    A pipeline stage covers 128 or 256 bytes of the depth.
 
     Args:
         gemm: Shapes and device of the GEMM.
-        may_split_rows: Whether to split more than 64 rows into two tiles if SMs would be idle.
-            Splitting rows before the depth leaves fewer partials to write and to sum.
+        may_split_rows: Whether to split more than 64 rows into two tiles if SMs would be idle. The
+            kernel then splits the depth less often, so it has fewer partials to write and to sum.
         may_exceed_cores: Whether there may be more programs than SMs.
         grouped: Whether shared memory also holds block scales.
     """

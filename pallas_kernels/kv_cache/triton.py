@@ -216,7 +216,7 @@ def _normalize(halves, weight_ref, q_ref, eps):
         halves: The first and the second half of each head's channels, float32 [rows, W] each. A row
             is one head of one token. W is H / 2 rounded up to a power of two.
         weight_ref: Weights of the norm [H].
-        q_ref: Output array of the queries, for its dtype and head size.
+        q_ref: Output array of the queries. Only the dtype and the head size are used.
         eps: Number that is added to the mean square.
 
     Returns:

@@ -119,7 +119,8 @@ def run_unfused(attention_output, hidden, weights, *, eps):
     """Run the fused layer as separate ops in plain XLA.
 
     Returns:
-        The residual stream, and the next layer's fused projection as a single partial.
+        The residual stream; and the next layer's queries, keys and values [1, T, Q], as split-K
+        partials with a single partial.
     """
     options = {"eps": eps, "backend": Backend.XLA}
     update = split_k_gemm(attention_output, weights.output, 1)

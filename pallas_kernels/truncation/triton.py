@@ -94,14 +94,15 @@ class _RowParameters(NamedTuple):
 class _SearchInterval(NamedTuple):
     """Interval of logits that contains a row's threshold, the lowest logit that the row keeps.
 
-    All attributes are scalars. If the row has no top-k, the search adds token weights: the
-    probability of each token divided by the largest probability.
+    All attributes are scalars. If the row has a top-k, the search counts tokens. Otherwise, the
+    search adds token weights. The weight of a token is its probability divided by the largest
+    probability.
 
     Attributes:
-        low: Lower bound. Enough tokens are at or above `low` to reach `target`.
-        high: Upper bound. The tokens at or above `high` do not reach `target`.
+        low: Lower bound. The count or sum of the tokens at or above `low` is at least `target`.
+        high: Upper bound. The count or sum of the tokens at or above `high` is below `target`.
         target: Number of tokens that top-k keeps, or sum of weights that top-p requires.
-        above: Number of tokens at or above `high`, or sum of the weights of these tokens.
+        above: Count or sum of the tokens at or above `high`.
     """
 
     low: jax.Array

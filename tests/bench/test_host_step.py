@@ -10,13 +10,13 @@ from bench.null_device import Clock
 
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 5}, PENALTIES], ids=str)
-def test_benchmark_times_every_part_of_a_step(sampling: dict[str, Any]):
+def test_host_time_of_every_part_of_a_step_is_measured(sampling: dict[str, Any]):
     found = measure(num_seqs=16, num_steps=5, sampling=sampling)
     assert set(found) == {*ORDER, "total", "total, 99 of 100"}
     assert all(us > 0 for us in found.values())
 
 
-def test_benchmark_times_the_parts_of_a_generation_in_which_the_device_is_idle():
+def test_host_time_before_the_first_step_and_after_the_last_step_is_measured():
     found = measure_ends(num_seqs=4, num_times=2)
     assert tuple(found) == ENDS
     assert all(ms > 0 for ms in found.values())

@@ -40,7 +40,7 @@ def test_function_shared_by_programs_returns_the_result_of_a_direct_call(backend
     assert 0 < expected.sum() < expected.size
 
 
-def test_function_shared_by_programs_is_lowered_once_per_shape_and_keyword():
+def test_function_shared_by_programs_is_traced_once_per_shape_dtype_and_keyword_value():
     seen, shared = [], SharedCalls(Backend.XLA)
 
     def scale(x, y, *, by):

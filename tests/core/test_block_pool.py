@@ -36,7 +36,7 @@ def test_block_is_free_only_after_its_last_reference_is_dropped():
     assert queue_of(pool) == [2, 3, 1]
 
 
-def test_too_many_blocks_are_refused_and_nothing_changes():
+def test_allocating_more_blocks_than_are_free_raises_and_changes_nothing():
     pool = BlockPool(4)
     pool.allocate(1)
     with pytest.raises(OutOfBlocksError, match="3 blocks wanted, 2 free"):

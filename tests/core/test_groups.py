@@ -234,7 +234,8 @@ def test_request_waits_until_batch_rows_for_all_its_samples_are_free():
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(6, "waiting"), (7, "running")])
 def test_request_is_admitted_only_if_all_its_samples_fit(num_blocks: int, expected: str):
-    # Request 2 needs two blocks and a copy of its partly filled block. One more must stay free.
+    # Request 2 needs two blocks for its prompt and a third block for a copy of the partly filled
+    # block. A fourth block must stay free for the running request 1.
     requests = make_request("1", 5, 3), make_request("2", 6, 2, n=2, seq_id=10)
     driver = driver_of(*requests, num_blocks=num_blocks)
     driver.step()

@@ -160,7 +160,7 @@ def test_pinning_a_prefix_is_refused_if_too_few_blocks_remain_for_a_request():
     driver.run()
 
 
-def test_only_pinned_blocks_shared_by_all_samples_reduce_the_blocks_that_a_request_needs():
+def test_request_needs_fewer_blocks_only_if_all_its_samples_share_a_pinned_block():
     # The samples share one block, and each sample needs two more blocks.
     request = make_request("1", 5, max_tokens=8, n=2, seq_id=10)
     driver = driver_of(request, num_blocks=10, digest="xxh3")

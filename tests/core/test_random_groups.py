@@ -177,8 +177,11 @@ class Work:
         )
 
     def prefer_rare(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return requests to choose from: usually only preempted requests and requests whose
-        samples have a common prefix, otherwise all."""
+        """Return only the rare requests in 70% of the calls, else all requests.
+
+        Rare requests are preempted or have samples with a common prefix. If `requests` contains no
+        rare request, return all requests.
+        """
         rare = [r for r in requests if r.num_common_prefix_tokens or r.status in LOST]
         return rare if rare and self.random.random() < 0.7 else requests
 

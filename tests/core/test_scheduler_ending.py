@@ -80,7 +80,7 @@ def test_request_waits_for_the_block_of_an_aborted_request():
     driver.run()
 
 
-def test_aborted_preempted_request_is_freed_after_its_steps_in_flight():
+def test_preempted_request_that_fails_is_freed_when_its_last_step_in_flight_ends():
     requests = (make_request(name, n, max_tokens=5) for name, n in (("1", 3), ("2", 1)))
     driver = driver_of(*requests, lag=2, num_blocks=5, block_size=2, max_num_seqs=2)
     assert driver.step_until_preemption().preempted_request_ids == ("2",)

@@ -238,7 +238,7 @@ def verify(policy: Speculation, num_accepted: int, num_rows: int = 4) -> None:
     policy.record(np.array([row] * num_rows))
 
 
-def test_verification_stops_if_no_draft_is_accepted():
+def test_speculative_decoding_pauses_for_some_steps_if_no_draft_is_accepted():
     policy = Speculation(3, [(8, 1.2)])
     for _ in range(NUM_TRIAL_STEPS):
         assert policy.choose_num_drafts(4) == 3

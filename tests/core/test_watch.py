@@ -170,7 +170,7 @@ def test_pool_watch_reports_a_pinned_block_with_new_content():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pool_state_rebuilt_from_changes_equals_the_pool_while_random_requests_run(seed: int):
+def test_pool_copy_updated_with_reported_changes_matches_the_pool(seed: int):
     work = Work(seed, Tally())
     replica = Replica(work.driver.scheduler)
     step = work.step

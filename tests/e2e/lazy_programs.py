@@ -32,11 +32,11 @@ class LazyProgram:
 
 
 class LazyBuilder(ProgramBuilder):
-    """A `ProgramBuilder` whose programs are compiled by the thread that first calls them.
+    """A `ProgramBuilder` that compiles each program when the program is first called.
 
-    No program refers to the builder. Otherwise builder and programs would form a reference cycle,
-    which the garbage collector never frees: it ignores all objects that the start of an engine
-    creates.
+    Programs do not refer to the builder, because a reference cycle between builder and programs
+    would never be freed. The reason is `gc.freeze`, which the start of an engine calls: the garbage
+    collector then ignores all existing objects.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):

@@ -150,7 +150,7 @@ def test_opt_model_loads_with_calibrated_scales(tmp_path: Path):
 @pytest.mark.parametrize(
     ("existing", "message"),
     [
-        ("weights.safetensors", r"weights.safetensors: rename it, because"),
+        ("weights.safetensors", r"weights.safetensors: rename this file, because"),
         (SCALES_FILE_NAME, f"has a file {SCALES_FILE_NAME}, .*: rename it"),
     ],
 )

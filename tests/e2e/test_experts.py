@@ -91,7 +91,7 @@ def test_small_kv_cache_changes_no_answer(engines: Engines, saved: tuple[Path, L
     assert tight.stats().num_swapped_in_blocks > 0
 
 
-def test_model_with_random_experts_generates_and_counts_its_parameters(
+def test_engine_with_random_weights_generates_tokens_and_reports_the_size_of_the_weights(
     engines: Engines, saved: tuple[Path, Logits]
 ):
     engine = engines(saved[0], load_format="dummy", **OPTIONS)

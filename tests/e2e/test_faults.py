@@ -46,8 +46,12 @@ def is_victim_sample(sample: SampleState, *_: Any) -> bool:
 
 
 def failing_once(target: Callable[..., Any], after: int) -> Any:
-    """Return a wrapper of `target`. Call number `after` + 1 calls `target` and then raises an
-    error; other calls succeed."""
+    """Return a wrapper of `target` that raises an error in one call, after `target` has returned.
+
+    Args:
+        target: The function to call.
+        after: Number of calls that succeed before the failing call. Later calls succeed too.
+    """
     calls = 0
 
     def wrapper(*args: Any, **options: Any) -> Any:

@@ -59,7 +59,7 @@ def test_fp8_experts_on_two_devices_give_the_same_tokens_as_on_one_device(
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("kind", made.CONFIGS)
-def test_engine_with_fp8_experts_generates_and_counts_their_parameters(
+def test_engine_with_fp8_experts_generates_tokens_and_reports_the_size_of_the_weights(
     engines: Engines, folders: Callable[[str], Path], kind: str, load_format: str
 ):
     engine = engines(folders(kind), load_format=load_format, **options_of(kind))

@@ -191,7 +191,7 @@ def test_fused_jax_llama_generates_the_same_tokens_as_plain_jax_llama(shallow_fo
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-def test_partial_products_of_project_sum_to_the_matrix_product():
+def test_sum_of_partial_products_equals_the_matrix_product():
     ops, x = ModelOps(Backend.XLA), jnp.arange(12.0).reshape(2, 6)
     weight = jnp.arange(24.0).reshape(6, 4)
     product = ops.project(x, weight)

@@ -119,7 +119,7 @@ def test_shared_blocks_and_preemption_change_no_answer(engines: Engines):
             assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
 
 
-def test_samples_equal_single_requests_with_their_seeds(engines: Engines):
+def test_each_sample_equals_the_output_of_a_single_request_with_the_same_seed(engines: Engines):
     shape = {**SHAPE, "dtype": "float32"}
     sharing = engines(num_blocks=ROOMY, **shape)
     apart = engines(num_blocks=ROOMY, enable_prefix_caching=False, **shape)
@@ -182,8 +182,8 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     before = bytes_in_use()
     options = {**DUMMY, "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512}
     options |= {"num_scheduler_steps": 1, "kv_cache_memory_bytes": 2 * 2**30}
-    # Compile in this process: the tests add type checks to jpaged's code, and worker processes
-    # refuse to compile for code that differs from theirs.
+    # Compile in this process, because the tests add type checks to jpaged's code in this process
+    # only. A worker process refuses the programs of an engine whose code differs.
     options |= {"num_compile_workers": 0}
     engine = Engine(tmp_path, **options)
     account = engine.memory_account

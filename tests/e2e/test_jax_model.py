@@ -587,7 +587,7 @@ MODELS = {
     ),
     "jitted function": (
         lambda: changed(logits=jax.jit(tiny_logits)),
-        "logits is a function of jax",
+        "logits is wrapped in jax",
     ),
     "number of heads": (lambda: changed(num_kv_heads=[2]), "num_kv_heads has 1 entry for num_lay"),
     "no layers": (lambda: changed(num_layers=0), "num_layers=0: pass an int, at least 1"),
@@ -680,7 +680,7 @@ def test_mesh_of_several_devices_is_refused():
                 (2,), ("data",), devices=jax.local_devices()[:2], axis_types=(AxisType.Auto,)
             )
         ),
-        pytest.raises(ValueError, match=r"a mesh of 2 devices, but .* outside of the mesh's cont"),
+        pytest.raises(ValueError, match=r"a mesh of 2 devices, but .* jax.set_mesh sets no mesh"),
     ):
         make_engine(params=jax.device_put(tiny_params(), jax.local_devices()[0]))
 

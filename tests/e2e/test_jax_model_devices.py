@@ -189,7 +189,7 @@ def test_several_devices_generate_the_tokens_of_one_device(
 @pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_each_kind_of_request_gets_the_answers_of_one_device(example: str, loop: str):
+def test_each_kind_of_request_gets_the_same_answer_on_one_and_two_devices(example: str, loop: str):
     prompts, params = make_workload(REQUESTS, 8, VOCAB_SIZE, max_tokens=24)
     model, arrays = sharded_example(example, make_mesh(2))
     alone = make_engine(model, jax.device_put(arrays, jax.local_devices()[0]), **LOOPS[loop])

@@ -54,8 +54,7 @@ class Replicas:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Return a dict from the names of the replicas that have served requests to their process
-        ids."""
+        """Process id of each replica that has started, by the name of the replica."""
         found = re.findall(r"pid=(\d+).*replica (\w+) serves", self.log)
         return {name: int(pid) for pid, name in found}
 

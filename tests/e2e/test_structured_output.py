@@ -440,7 +440,7 @@ def test_several_sequences_with_slow_grammars_can_skip_the_same_step(
 
 
 @pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
-def test_answers_do_not_change_if_the_mask_worker_reports_complete_answers_late(
+def test_answers_do_not_change_if_the_mask_worker_reports_the_end_of_an_answer_late(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, loop: str
 ):
     engine = engines(**LOOPS[loop])
@@ -496,9 +496,9 @@ def test_generate_waits_for_a_busy_mask_worker(
 
 
 @pytest.mark.parametrize("engine", MOSTLY_OVERLAPPED, indirect=True)
-def test_stopped_mask_worker_delays_no_request_without_a_grammar(engine: Engine):
-    """While the mask worker is stopped, a request with a grammar and penalties fails. A request
-    with a grammar but without penalties waits until the mask worker is resumed."""
+def test_requests_without_a_grammar_finish_while_the_mask_worker_is_stopped(engine: Engine):
+    """A request with a grammar waits until the mask worker is resumed. If the request also has
+    penalties, the request fails instead of waiting."""
     expected = generate_text(engine, JSON_PARAMS)
     kept = engine.add_request(QUESTION, JSON_PARAMS)
     failing = engine.add_request(QUESTION, PENALIZED)

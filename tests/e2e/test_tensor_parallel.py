@@ -170,8 +170,8 @@ def test_each_sampling_option_gives_the_same_tokens_as_on_one_device(pair: list[
 def test_step_with_mixed_sampling_options_gives_the_same_tokens_as_on_one_device(
     engines: Engines, folders: Callable[[str], Path], loop: str, count: int
 ):
-    """Greedy and seeded rows need only the best token of each device. These rows run longest, so
-    the last steps have only greedy and seeded rows."""
+    """The greedy and the seeded request generate the most tokens. So the last steps have only these
+    two requests, and sample from the best token of each device instead of all logits."""
     kinds = {name: it for name, it in SAMPLING.items() if name != "structured"}
     kinds["scored"] = {"temperature": 0.8, "logprobs": 3}
     lengths = {"greedy": 24, "seeded": 16}

@@ -206,7 +206,7 @@ def test_stream_interrupted_while_queued_is_aborted(engine: Engine):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def test_abort_discards_the_output_of_a_finished_request_that_step_has_not_returned(engine: Engine):
+def test_abort_discards_a_finished_output_before_engine_step_returns_it(engine: Engine):
     engine.add_request([1, 2], limit(2), request_id="a")
     engine.generate([[1] * 3], limit(8))
     engine.abort("a")

@@ -76,7 +76,7 @@ def test_padding_takes_two_thirds_of_the_multiplications_of_naive_attention(work
     cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
-    # If only the (query, key) pairs that the causal mask allows are counted, 67% are padding too.
+    # Padding also takes 67% of the (query, key) pairs that the causal mask allows.
     seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 

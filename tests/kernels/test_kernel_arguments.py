@@ -177,7 +177,7 @@ def test_norms_and_gemms_require_matching_shapes():
     norm.check_add_norm(half, half[None], weight, 1e-6)
     with pytest.raises(TypeError, match=r"weight has dtype float16.* or float32"):
         norm.check_add_norm(half, half[None], weight.astype(jnp.float16), 1e-6)
-    with pytest.raises(ValueError, match="no partials"):
+    with pytest.raises(ValueError, match="no partial sums"):
         norm.check_add_norm(rows, rows[None][:0], weight, 1e-6)
     with pytest.raises(ValueError, match="eps is nan"):
         norm.check_add_norm(rows, rows[None], weight, float("nan"))

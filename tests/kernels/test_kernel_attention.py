@@ -164,9 +164,10 @@ def test_prefill_matches_reference(case, backend):
 
 
 def _with_new_tokens(case, num_partials, with_norms):
-    """Return the arguments of `rope_decode_attention`: its arrays, and its norms or None.
+    """Return arguments for `rope_decode_attention`: the positional arrays, and `norms`.
 
-    The op must write the slot of each sequence's last token, so the pool holds NaN there.
+    The op must write the slot of each sequence's last token, so the pool holds NaN in this slot.
+    `norms` is a `HeadNorms` if `with_norms` is true, else None.
     """
     batch, rng = build(case), np.random.default_rng(8)
     (num_heads, num_kv_heads), size = case.heads, case.head_size
@@ -581,9 +582,10 @@ def test_prefill_with_any_tile_size_matches_reference(rows, keys, interpret):
     covering([16, 24], [0, 9, 13, 64], strength=0, keep=lambda *it: it == (24, 13)),
 )
 def test_prefill_over_blocks_converted_from_float8_matches_reference(block_size, room, interpret):
-    """The blocks of the first sequences are converted, as many as fit in `room` blocks.
+    """At most `room` FP8 blocks are converted to bfloat16, sequence by sequence.
 
-    The rows of the other sequences are computed from the FP8 pool.
+    Attention reads the converted blocks of a sequence if all blocks of the sequence are converted.
+    For the other sequences, attention reads the FP8 blocks.
     """
     lens = ((0, 0), (33, 1), (65, 65), (129, 40), (16, 16), (100, 3), (0, 0))
     case = Case(BF16, 32, block_size, (6, 2), lens, padding=3, scales=(0.02, 0.3))
@@ -634,9 +636,13 @@ FP8_HOPPER_CASES = [
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_chosen_number_of_query_heads_per_tile_leaves_few_tile_rows_unused(group):
-    """In a step of 8,192 tokens, at most 7% of the rows of all tiles are unused. In smaller steps,
-    more rows may be unused, because more query heads per tile give fewer tiles."""
+def test_tiles_have_few_unused_rows_for_any_number_of_query_heads_per_kv_head(group):
+    """A KV head has `group` query heads. Some tile rows are unused if the number of query heads per
+    tile does not divide `group`.
+
+    In a step of 8,192 tokens, the number of unused rows is at most 7% of the number of used rows.
+    In smaller steps, the limit is 90%: tiles then hold more query heads, so fewer tiles are needed.
+    """
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)
         # The number of query heads per tile must divide the 128 rows of a tile.

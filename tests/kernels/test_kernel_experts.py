@@ -109,13 +109,15 @@ def test_routing_weights_follow_the_options(softmax_first, normalize, backend):
 @pytest.mark.parametrize(
     ("shape", "num_experts", "chosen"),
     [
-        # The kernel computes 17 numbers. The second of two programs computes one number.
+        # The kernel computes 17 integers: the sorted position of 1 pair (token, choice), and the
+        # offsets of 16 experts. The first program computes 16 integers, the second only one.
         ((1, 1), 15, (0, 16)),
         ((1, 8), 128, (0, 128)),
         ((43, 3), 6, (0, 7)),
         pytest.param((43, 3), 6, (4, 5), marks=pytest.mark.full),  # All tokens choose expert 4.
-        pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No token has an expert.
-        # The kernel computes 64 numbers: 16 in each of four programs.
+        pytest.param((43, 3), 6, (6, 7), marks=pytest.mark.full),  # No token chooses an expert.
+        # The kernel computes 64 integers: the sorted positions of 32 pairs (token, choice), and the
+        # offsets of 32 experts. Each of four programs computes 16 integers.
         pytest.param((32, 1), 31, (30, 32), marks=pytest.mark.full),
         ((131, 8), 5, (0, 6)),  # Each program reads the 131 * 8 expert indices in three steps.
     ],

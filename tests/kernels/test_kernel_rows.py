@@ -31,9 +31,9 @@ SHAPES += [(BF16, 8, (8, 8), 256, True), (F32, 8, (20, 1), 80, False), (F32, 8, 
 SHAPES += [(F32, 8, (4, 2), 4, False), (BF16, 16, (6, 2), 8, True), (BF16, 8, (2, 1), 12, True)]
 SHAPES += [(F16, 8, (4, 4), 24, False), (F32, 16, (6, 2), 40, True), (F32, 2, (4, 2), 32, True)]
 SHAPES += [(BF16, 256, (4, 1), 64, False)]
-# The default tier tests only these shapes in interpret mode. The shapes cover each dtype and each
-# kind of head size, with and without norms. The number of KV heads is odd, or a power of two, or
-# larger than a tile.
+# Without `--tier full`, pytest runs only these shapes in interpret mode. The shapes cover each
+# dtype and each kind of head size, with and without norms. The number of KV heads is odd, or a
+# power of two, or larger than a tile.
 INTERPRETED = [SHAPES[i] for i in (1, 2, 5, 9, 12)]
 BY_XLA = [SHAPES[i] for i in (2, 4)]
 EPS = 1e-3
@@ -41,9 +41,10 @@ NUM_BLOCKS = 5
 
 
 def _with_dtypes(*shapes):
-    """Return each combination of shape, dtype and backend.
+    """Return each combination of shape, dtype and backend as test parameters.
 
-    The XLA code does not depend on the shape, so the default tier tests XLA with two shapes only.
+    Without `--tier full`, pytest runs only some of the combinations. XLA then runs with the first
+    two shapes only, because the XLA code does not depend on the shape.
     """
     return with_dtypes(shapes, [F32, BF16, F16], num_by_xla=2)
 
@@ -258,9 +259,9 @@ def test_float32_partials_are_summed_and_rounded_before_use(backend):
         np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
 
 
-# (rows, depth, width) of GEMMs. The Hopper kernel supports all except the last two. The rows take
-# one or two tiles. In some GEMMs, a program computes 128 columns, or takes more steps than its
-# pipeline has stages.
+# Shapes of GEMMs: (rows of x, columns of x, columns of the weight). The Hopper kernel supports all
+# shapes except the last two. The supported shapes need one or two tiles of rows, and programs of 64
+# or 128 columns. Some programs run more steps than their pipeline has stages.
 GEMMS = [(24, 192, 128), (8, 1024, 64), (64, 2048, 256), (96, 1024, 192), (192, 320, 64)]
 GEMMS += [(256, 1024, 1024), (256, 576, 4352), (40, 100, 24), (300, 512, 8)]
 

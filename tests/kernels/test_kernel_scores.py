@@ -204,7 +204,8 @@ def test_row_without_logit_adjustments_does_not_read_the_adjustment_state(backen
     assert (np.asarray(packed[:, 0]) >= 0).all()
 
 
-def test_greedy_token_is_the_first_maximum_or_minus_1_if_not_finite(backend):
+def test_greedy_token_is_the_first_token_with_the_maximum_logit(backend):
+    """The token is -1 if the maximum logit of the row is NaN or infinite."""
     logits = np.zeros((7, 4099), np.float32)
     logits[0, [0, 1, 4097]] = -0.0  # The other logits are 0.0, which equals -0.0.
     logits[1, [4098, 4096, 4095]] = 5.0

@@ -61,7 +61,8 @@ def test_gemma3_attention_scores_are_soft_capped(monkeypatch):
 
 
 def test_gemma3_embeddings_and_norms_in_bfloat16_equal_transformers():
-    """Gemma 3 rounds the factor of its embedding to bfloat16, but not the 1 + weight of a norm."""
+    """Gemma 3 rounds the factor of its embeddings to bfloat16. The factor of a norm, 1 + weight,
+    stays in float32."""
     theirs = random_text_model(hidden_size=48).to(torch.bfloat16)
     tensors = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
     ours = build(read_model_config(theirs.config.to_dict()), tensors, jnp.bfloat16)

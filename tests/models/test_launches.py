@@ -90,7 +90,8 @@ def test_layer_launches_the_expected_kernels(case):
         kernels = {
             name.removeprefix("kernel "): n for name, n in counts.items() if "kernel" in name
         }
-        # XLA computes the first norm of the first layer, because no residual sum comes before it.
+        # The kernel `add_rms_norm` adds an update to the residual stream and normalizes the sum.
+        # The first norm of the first layer has no update to add, so XLA computes the norm.
         assert kernels == ours | {"add_rms_norm": 2 if index else 1}
         assert counts["dot_general"] == 4
         if index:
@@ -110,7 +111,8 @@ def test_fp8_layer_launches_the_expected_kernels(case):
 
 
 def test_gemma3_layer_launches_the_expected_kernels():
-    """Gemma 3 has norms after attention and feed-forward, which XLA computes without our kernel."""
+    """Gemma 3 also has a norm after attention and a norm after feed-forward. XLA computes these two
+    norms, without our kernel `add_rms_norm`."""
     for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
         counts = Counter(operations(layer))
         norms = counts["kernel add_rms_norm"]

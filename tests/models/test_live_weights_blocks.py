@@ -68,7 +68,7 @@ class Checkpoint:
         return plan_model(folder, config, dtype=jnp.bfloat16, mesh=mesh)
 
     def state(self) -> Any:
-        """Return the unquantized parameters of the model family on one device."""
+        """Load the bfloat16 checkpoint onto one device, and return the parameters (`nnx.State`)."""
         return nnx.state(self.plan(self.float_folder).load())
 
     def check(self, params: Any) -> None:

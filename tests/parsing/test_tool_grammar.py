@@ -118,7 +118,7 @@ def test_call_tag_is_generated_as_special_token_if_the_tokenizer_has_it():
         ("qwen3_xml", {"properties": {"a": {}}}, r"properties\.a "),
         ("qwen3_xml", {"properties": {"a": {"enum": ["x", "y</parameter>"]}}}, r"properties\.a "),
         ("qwen3_xml", {"properties": {"a>": {"type": "null"}}}, "'a>': names must not"),
-        ("qwen3_xml", {"required": ["b"]}, "required names 'b'"),
+        ("qwen3_xml", {"required": ["b"]}, "required contains 'b'"),
         ("qwen3_xml", {"allOf": [{"properties": {"a": {}}}]}, r"allOf cannot be enforced"),
         ("qwen3_xml", {"$ref": "#/$defs/a", "$defs": {"a": {}}}, r"\$ref cannot be enforced"),
     ],

@@ -1,7 +1,8 @@
-"""Slow numpy references of the ops, with loops over sequences, rows and heads.
+"""Slow NumPy implementations of the ops in `pallas_kernels`, for tests of the kernels.
 
-`dtype` is the dtype of the arithmetic. Results in float64 are the expected results. Results in the
-pool's dtype show the error of a plain implementation, which bounds the error of a kernel.
+The functions loop over sequences, rows and heads. The parameter `dtype` is the dtype of the
+arithmetic. Tests compare a kernel with the float64 results. Many tests also compute results in the
+kernel's dtype: the error of these results determines the error that the kernel may have.
 """
 
 import ml_dtypes
@@ -20,7 +21,10 @@ from pallas_kernels.scores.adjustments import (
 def paged_decode_attention(
     q, kv, block_tables, seq_lens, *, scales=(1, 1), dtype=np.float64, **options
 ):
-    """Return rows [B, N, H] for the last token of each sequence, and zeros if seq_len is 0."""
+    """Return the attention outputs [B, N, H] of the last token of each sequence.
+
+    The outputs are zeros for sequences of length 0, which are padding.
+    """
     out = np.zeros(q.shape, dtype)
     for b, seq_len in enumerate(np.asarray(seq_lens)):
         if seq_len:
@@ -40,9 +44,10 @@ def paged_prefill_attention(
     dtype=np.float64,
     **options,
 ):
-    """Return rows [T, N, H] of causal attention for the last tokens of each sequence.
+    """Return the outputs [T, N, H] of causal attention.
 
-    Padding rows are zeros.
+    Rows `query_start_loc[b]` to `query_start_loc[b + 1] - 1` belong to the last tokens of sequence
+    b. The rows after the last sequence are padding, and their outputs are zeros.
     """
     out = np.zeros(q.shape, dtype)
     starts = np.asarray(query_start_loc)
@@ -55,9 +60,9 @@ def paged_prefill_attention(
 
 
 def write_kv(kv, k, v, slot_mapping):
-    """Return the pool with the key and value of token t in slot `slot_mapping[t]`.
+    """Return a copy of the KV pool, with the key and value of token t in slot `slot_mapping[t]`.
 
-    Tokens whose slot is outside the pool are dropped.
+    Tokens with a slot outside the pool are dropped.
     """
     pool_k, pool_v = np.array(kv[0]), np.array(kv[1])
     num_blocks, block_size = pool_k.shape[:2]
@@ -69,26 +74,30 @@ def write_kv(kv, k, v, slot_mapping):
 
 
 def paired(numbers):
-    """Pack float8_e4m3fn [..., H] into uint16 [..., H / 2]. The low byte has the even column."""
+    """Pack pairs of float8_e4m3fn numbers [..., H] into uint16 [..., H / 2].
+
+    The low byte holds the number of the even column.
+    """
     return np.ascontiguousarray(numbers).view("<u2")
 
 
 def unpaired(pool):
-    """Return a pool with one number per element. A uint16 pool has two FP8 numbers per element."""
+    """Unpack a uint16 pool into FP8 numbers, two per element. Return any other pool unchanged."""
     pool = np.asarray(pool)
     return pool.view(ml_dtypes.float8_e4m3fn) if pool.dtype == np.uint16 else pool
 
 
 def float8(x, scale):
-    """Return x / scale, clipped to 448 and rounded to the nearest float8_e4m3fn number."""
+    """Return x / scale, clipped to [-448, 448] and rounded to the nearest float8_e4m3fn number."""
     quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
     return np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn)
 
 
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64):
-    """Return queries [T, N, H], and the pool with the tokens' keys and values.
+    """Sum `qkv` over axis 0, normalize and rotate queries and keys, and store keys and values.
 
-    All returned arrays have the dtype `dtype`.
+    Return the queries [T, N, H] and a copy of the KV pool with the new keys and values. All
+    returned arrays have the dtype `dtype`.
     """
     num_kv_heads = kv[0].shape[2]
     rotated = np.asarray(qkv).astype(dtype).sum(axis=0)
@@ -109,7 +118,10 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64
 def rope_decode_attention(
     qkv, kv, block_tables, seq_lens, angles, norms=None, *, dtype=np.float64, **options
 ):
-    """Return rows [B, N, H], and the pool with the new (last) token of each sequence."""
+    """Run `rope_write_kv`, then `paged_decode_attention`, for one new token per sequence.
+
+    Return the attention outputs [B, N, H], and a copy of the KV pool with the new keys and values.
+    """
     lens, block_size = np.asarray(seq_lens), kv[0].shape[1]
     last = np.maximum(lens - 1, 0)
     blocks = np.asarray(block_tables)[np.arange(len(lens)), last // block_size]
@@ -119,7 +131,7 @@ def rope_decode_attention(
 
 
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
-    """Return RMS-normalized rows [T, D], and the rows before normalization.
+    """Return the RMS-normalized rows [T, D], and the rows before normalization.
 
     The rows before normalization are `hidden` plus the sum of `update` [P, T, D] over axis 0.
     """
@@ -131,20 +143,23 @@ def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
 
 
 def gated_silu(gate_up, *, dtype=np.float64):
-    """Return silu(gate) * up, rows [T, F]."""
+    """Return silu(gate) * up [T, F]. `gate_up` [T, 2, F] contains gate and up."""
     gate, up = np.moveaxis(np.asarray(gate_up).astype(dtype), 1, 0)
     with np.errstate(over="ignore"):  # exp(-gate) may be inf; the quotient is then 0
         return gate / (1 + np.exp(-gate)) * up
 
 
 def gated_gemm(x, weight, *, dtype=np.float64):
-    """Return silu(x @ gate) * (x @ up), rows [T, F]."""
+    """Return silu(x @ gate) * (x @ up) [T, F]. `weight` [D, 2, F] contains gate and up."""
     x, weight = (np.asarray(array).astype(dtype) for array in (x, weight))
     return gated_silu(np.einsum("td,dcf->tcf", x, weight), dtype=dtype)
 
 
 def to_fp8(x, scale):
-    """Return the finite e4m3 number nearest to x / scale. On a tie, its last bit is 0."""
+    """Return x / scale, rounded to the nearest finite float8_e4m3fn number, as float64.
+
+    If two numbers are equally near, return the number whose last bit is 0.
+    """
     bits = np.arange(256, dtype=np.uint8)
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     usable = np.isfinite(numbers)
@@ -157,13 +172,13 @@ def to_fp8(x, scale):
 
 
 def scaled_gemm(x, weight, x_scale, weight_scale):
-    """Return the product of scaled rows and scaled weight rows in float64."""
+    """Return (x * x_scale) @ (weight * weight_scale).T, computed in float64."""
     x, weight = (np.asarray(array, np.float64) for array in (x, weight))
     return (x * x_scale) @ (weight * weight_scale).T
 
 
 def fused_layer(attention_output, hidden, weights, *, eps, dtype=np.float64):
-    """Compute a layer after its attention, and the first projection of the next layer.
+    """Compute everything between the attention of one layer and the attention of the next layer.
 
     Return the residual stream [T, D], and the next layer's queries, keys and values [T, Q].
     """
@@ -186,14 +201,14 @@ def _rms_norm(row, weight, eps):
 
 
 def _rotate(row, cos, sin):
-    """Rotate the pairs of channels i and i + H / 2."""
+    """Apply a rotary embedding to one head: rotate each pair of channels i and i + H / 2."""
     first, second = np.split(row, 2)
     cos, sin = cos.astype(row.dtype), sin.astype(row.dtype)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
 def truncation_mask(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
-    """Return which tokens min-p, top-k and top-p keep."""
+    """Return a boolean mask [B, V] of the tokens that min-p, top-k and top-p sampling keep."""
     rows = zip(np.asarray(logits).astype(dtype), temperature, min_p, top_p, top_k, strict=True)
     return np.stack([_kept(row, float(t), float(m), float(p), int(k)) for row, t, m, p, k in rows])
 
@@ -212,29 +227,30 @@ def _kept(row, temperature, min_p, top_p, top_k):
     return kept
 
 
-def adjust_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """Return the adjusted logits.
+def adjust_logits(logits, token_state, biases, state_rows, row_flags, penalties, dtype=np.float64):
+    """Apply biases, forbidden tokens and penalties to the logits [B, V].
 
-    The other parameters are fields of `Adjustments`: `words` is the field `token_state`, `rows` is
-    `state_rows`, and `kinds` is `row_flags`.
+    The parameters `token_state` to `penalties` are the fields of `Adjustments`.
     """
     found = np.array(logits, dtype)
-    for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+    for b, (row, flags) in enumerate(zip(state_rows, row_flags, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
-        for v, word in enumerate(np.asarray(words)[row] if kind & IS_ADJUSTED else ()):
-            x, count = found[b, v], word & COUNT_MASK
-            x += biases[row][v] if kind & HAS_BIASES else 0
-            x = -np.inf if kind & BELOW_MIN_TOKENS and word & IS_ENDING else x
-            if word & (IN_PROMPT | COUNT_MASK):
+        for v, state in enumerate(np.asarray(token_state)[row] if flags & IS_ADJUSTED else ()):
+            x, count = found[b, v], state & COUNT_MASK
+            x += biases[row][v] if flags & HAS_BIASES else 0
+            x = -np.inf if flags & BELOW_MIN_TOKENS and state & IS_ENDING else x
+            if state & (IN_PROMPT | COUNT_MASK):
                 x = x / repetition if x > 0 else x * repetition
             found[b, v] = x - presence * (count > 0) - frequency * count
     return found
 
 
 def token_scores(logits, token_ids, count, *, reports_logits=None, dtype=np.float64):
-    """Return each token's log-probability and rank, and the `count` most probable tokens.
+    """Return one tuple per row of logits.
 
-    Rows in `reports_logits` have logits instead of log-probabilities.
+    The tuple contains the log-probability and the rank of the row's token in `token_ids`, and the
+    ids and log-probabilities of the `count` most probable tokens. If a row's flag in
+    `reports_logits` is set, logits replace the row's log-probabilities.
     """
     found = []
     are_logits = [False] * len(logits) if reports_logits is None else reports_logits
@@ -248,7 +264,11 @@ def token_scores(logits, token_ids, count, *, reports_logits=None, dtype=np.floa
 
 
 def target_scores(x, table, targets, soft_cap=None):
-    """Return each row's largest logit, its sum of exp(logit - largest), and the target's logit."""
+    """Return three numbers per row, as three arrays.
+
+    The numbers are the row's largest logit, the sum of exp(logit - largest logit), and the logit of
+    the target token. A target outside the vocabulary gets the logit 0.
+    """
     logits = x @ table.T
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
@@ -258,7 +278,10 @@ def target_scores(x, table, targets, soft_cap=None):
 
 
 def copy_blocks(pool, src, dst):
-    """Copy block src[i] to block dst[i], in the keys and values of every layer."""
+    """Return a copy of the KV pool in which block dst[i] has the old contents of block src[i].
+
+    The function copies the keys and values of every layer.
+    """
     layers = [(np.array(k), np.array(v)) for k, v in pool]
     for before, after in zip(pool, layers, strict=True):
         for s, d in zip(np.asarray(src), np.asarray(dst), strict=True):
@@ -268,7 +291,7 @@ def copy_blocks(pool, src, dst):
 
 
 def _gather(kv, block_table, seq_len, scales, dtype):
-    """Return the keys and values [seq_len, K, H] of one sequence."""
+    """Return the keys and values [seq_len, K, H] of one sequence, multiplied by `scales`."""
     block_size = kv[0].shape[1]
     positions = np.arange(seq_len)
     blocks = np.asarray(block_table)[positions // block_size]
@@ -278,7 +301,11 @@ def _gather(kv, block_table, seq_len, scales, dtype):
 
 
 def _attend(q, keys, values, position, *, scale, soft_cap=None, sliding_window=None):
-    """Return the attention [N, H] of one token to the keys in (position - window, position]."""
+    """Return the attention output [N, H] of the token at `position`.
+
+    The token sees all keys up to `position`. If `sliding_window` is set, the token sees only the
+    last `sliding_window` keys up to `position`.
+    """
     first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
     keys, values = keys[first : position + 1], values[first : position + 1]
     q = q.astype(keys.dtype)
@@ -295,7 +322,10 @@ def _attend(q, keys, values, position, *, scale, soft_cap=None, sliding_window=N
 
 
 def device_sum(rows):
-    """Return the sum of the devices' rows [n, T, D] in float32, rounded once."""
+    """Return the sum [T, D] of the arrays of n devices, `rows` [n, T, D].
+
+    Add in float32, and round the final sum to the dtype of `rows`.
+    """
     total = np.zeros(rows.shape[1:], np.float32)
     for part in rows:
         total = total + part.astype(np.float32)
@@ -313,7 +343,7 @@ def route(
     first_expert=0,
     num_local_experts=None,
 ):
-    """Return weights, experts, order, positions and offsets as `pallas_kernels.route` does."""
+    """Choose `num_choices` experts per token, and return the fields of `pallas_kernels.Routing`."""
     logits = np.asarray(logits, np.float64)
     (num_rows, num_experts), num_pairs = logits.shape, len(logits) * num_choices
     num_local = num_experts if num_local_experts is None else num_local_experts
@@ -340,10 +370,10 @@ def route(
 
 
 def experts(x, gate_up, down, weights, chosen):
-    """Return the weighted sum [T, D] of the outputs of each token's k experts.
+    """Return for each token the weighted sum [T, D] of the outputs of k experts.
 
-    `chosen` [T, k] contains expert ids from 0 to E - 1. The number E marks an unused entry, which
-    adds nothing.
+    `chosen` [T, k] contains the expert ids of each token, from 0 to E - 1. An id of E stands for no
+    expert, and adds nothing.
     """
     x, gate_up, down = (np.asarray(each, np.float64) for each in (x, gate_up, down))
     out = np.zeros(x.shape)
@@ -356,11 +386,11 @@ def experts(x, gate_up, down, weights, chosen):
 
 
 def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
-    """Return silu(gate) * up [T, k, F] of the k experts of each token.
+    """Return silu(gate) * up [T, k, F] for the k experts of each token.
 
-    `chosen` [T, k] contains expert ids from 0 to E - 1. The number E marks an unused entry, whose
-    row is zeros. `x` and `weight` are in FP8. `x_scale` has the shape of `x`, and `weight_scale`
-    has the shape of `weight`.
+    `chosen` [T, k] contains the expert ids of each token, from 0 to E - 1. An id of E stands for no
+    expert, and gives zeros. `x` and `weight` are in FP8. `x_scale` has the shape of `x`, and
+    `weight_scale` has the shape of `weight`.
     """
     out = np.zeros((*np.shape(chosen), weight.shape[1] // 2))
     for t, c in np.ndindex(*np.shape(chosen)):
@@ -371,11 +401,12 @@ def scaled_expert_gated_gemm(x, weight, x_scale, weight_scale, chosen):
 
 
 def scaled_expert_down_gemm(x, weight, x_scale, weight_scale, weights, chosen):
-    """Return the weighted sum of the down projections [T, D] of each token's k experts.
+    """Return for each token the weighted sum [T, D] of the down projections of k experts.
 
-    `x` [T, k, F] has a row for each token and expert. `chosen` [T, k] contains expert ids from 0 to
-    E - 1. The number E marks an unused entry, whose row is ignored. `x` and `weight` are in FP8.
-    `x_scale` has the shape of `x`, and `weight_scale` has the shape of `weight`.
+    `x` [T, k, F] contains a row for each token and expert. `chosen` [T, k] contains the expert ids
+    of each token, from 0 to E - 1. An id of E stands for no expert, and adds nothing. `x` and
+    `weight` are in FP8. `x_scale` has the shape of `x`, and `weight_scale` has the shape of
+    `weight`.
     """
     out = np.zeros((len(x), weight.shape[1]))
     for t, c in np.ndindex(*np.shape(chosen)):

@@ -106,8 +106,10 @@ class Steps:
         return StepAddresses(logits, (in_forward, in_sampling), row_params, positions)
 
     def free_uploads(self) -> None:
-        """Free some uploads at random. An upload is freed at most two steps after it was
-        allocated."""
+        """Free a random number of upload buffers, oldest first, so that at most two remain.
+
+        An upload buffer receives the inputs that the host copies to the device for one step.
+        """
         while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
             self.memory.release(self.uploads.pop(0))
 

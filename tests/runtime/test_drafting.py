@@ -83,7 +83,7 @@ def test_token_history_contains_loaded_and_appended_tokens():
     assert lengths_after[:3].tolist() == [2, 0, 5]  # row 1 exceeds its limit
 
 
-def test_unknown_row_length_is_read_from_the_device_state():
+def test_sequence_length_that_the_host_does_not_know_is_read_from_the_device():
     seq_lens = jnp.asarray([5, -1, -1, 0], jnp.int32)
     limits = jnp.asarray([8, 9, 8, 0], jnp.int32)
     lengths = jnp.asarray([7, 9, 9, 3], jnp.int32)

@@ -119,7 +119,10 @@ def lowered_for_gpu(recipe: Recipe, device: AbstractDevice = H200) -> str:
 
 
 def stored(recipe: Recipe) -> Any:
-    """Export the program of a recipe, serialize it, and return the deserialized program."""
+    """Export a program for CUDA, serialize the program, and return the deserialized program.
+
+    `recipe` contains the compilation inputs: the step function and the shapes of the arguments.
+    """
     with on_gpu():
         return export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
 
@@ -268,7 +271,8 @@ def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: t
 @pytest.mark.full
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
 def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tuple):
-    """The two all-reduces per layer follow the attention and the feed-forward."""
+    """With two devices, each layer also has two all-reduces: one after the attention, and one after
+    the feed-forward."""
     alone, both = (lowered_with_numpy_rules(fused_jax_recipes(2, count)[name]) for count in (1, 2))
     kinds = KERNEL, HOPPER_KERNEL, PRODUCT
     one, two = launches(alone), launches(both, *kinds, ALL_REDUCE)

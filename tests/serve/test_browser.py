@@ -86,8 +86,8 @@ def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float
 def show_first_used_step(page: Any) -> None:
     """Advance a paused page to the first step in which a request holds blocks.
 
-    The page receives pool diffs over a separate connection, so they may arrive after the answers.
-    While a request waits, it has no blocks.
+    A separate connection reports changes of the KV block pool to the page. The changes may arrive
+    after the answers. A waiting request has no blocks.
     """
     while not any(count > 0 for count in counts(page)):
         until(page, "jpaged.player.waiting.length > 0")
@@ -262,7 +262,7 @@ def test_space_key_pauses_and_resumes_at_the_previous_speed(pages: Pages):
 
 
 @pytest.mark.full
-def test_hidden_page_disconnects_unless_paused(pages: Pages):
+def test_hidden_dashboard_page_disconnects_unless_its_playback_is_paused(pages: Pages):
     page = open_live(pages)
     page.evaluate("jpaged.disconnectHidden()")
     until(page, "document.getElementById('line').innerText.startsWith('disconnected')")
@@ -456,7 +456,7 @@ def test_bidi_control_characters_are_removed_from_block_text(pages: Pages):
     assert "\u202e" not in said
 
 
-def test_page_recovers_from_an_invalid_pool_diff_with_a_snapshot(pages: Pages):
+def test_page_fetches_a_snapshot_if_a_change_of_the_kv_block_pool_is_invalid(pages: Pages):
     page = open_live(pages)
     first = page.evaluate_handle("jpaged.state.pool")
     changes = {"blocks": [[1], [1], [0]], "copies": {}, "gone": []}

@@ -135,7 +135,9 @@ def test_connections_above_max_connections_get_503_except_for_health_routes():
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"], ids=["nothing", "a little"])
-def test_oldest_idle_connections_above_max_connections_are_closed_for_new_requests(said: bytes):
+def test_server_closes_old_idle_connections_to_answer_new_clients(said: bytes):
+    """The server keeps the first `max_connections` connections, even if they are idle."""
+
     async def scenario() -> None:
         async with server(SurplusGuard(yes), Limits(max_connections=1), num_spare=2) as port:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
@@ -327,7 +329,7 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 DRIPPING = POST + b"Content-Length: 100000\r\n\r\n"
 
 
-def test_client_that_still_sends_its_body_after_the_response_is_disconnected(
+def test_server_closes_the_connection_if_the_request_body_continues_after_the_response(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)
@@ -378,7 +380,7 @@ def test_connection_of_a_slow_request_is_closed_at_the_header_or_body_timeout(
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_client_that_still_sends_its_body_after_an_error_response_is_disconnected(
+def test_server_closes_the_connection_if_the_request_body_continues_after_an_error(
     serve: Any, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
 ):
     monkeypatch.setattr(connections, "LINGER_TIME_S", 0.3)

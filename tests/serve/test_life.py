@@ -344,7 +344,7 @@ def test_server_exits_with_an_error_if_the_chat_template_is_invalid(
     assert "Traceback" not in server.log
 
 
-def test_engine_killed_during_startup_exits_with_an_error(tmp_path: Path):
+def test_server_exits_with_an_error_if_its_engine_is_killed_during_startup(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False, environment=SLOW_START)
     wait_for_log(server)
     worker = worker_of(server.process.pid)

@@ -31,14 +31,14 @@ from jpaged.serve.dashboard.sampler import FETCH_TIMEOUT_S, MAX_DIFFS, PoolSampl
 from jpaged.serve.engine.messages import PoolDiff, PoolDiffs, decode_report, encode
 from jpaged.serve.errors import ApiError, unavailable_error
 
-# Tests of the encoding of pool diffs
+# Tests of the encoding of KV block pool changes
 
 
 def table(seq_id: int, computed: int, kept: int, *new: int) -> TableChange:
     return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, 0)
 
 
-def test_pool_diffs_are_equal_after_encoding_and_decoding():
+def test_kv_block_pool_changes_are_equal_after_encoding_and_decoding():
     changes = PoolChanges(
         ChangedBlocks([1, 2], [2, -1], [77, 2**32 - 1]),
         [table(5, 6, 0, 1, 2)],
@@ -72,7 +72,7 @@ def test_large_pool_snapshot_is_small_and_encoded_quickly():
     assert len(msgspec.json.encode(one)) < 4_000
 
 
-# Tests of `PoolSampler`, which records pool diffs
+# Tests of `PoolSampler`, which records the changes of the KV block pool
 
 
 class Clock:
@@ -91,7 +91,8 @@ def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9",
 
 
 def replayed(told: PoolDiffs, replica: PoolReplica) -> list[int]:
-    """Apply every pool diff to `replica`. Return the number of used blocks after each diff."""
+    """Apply every diff to the replica of the KV block pool. Return the number of used blocks after
+    each diff."""
     num_used = []
     for frame in told.diffs:
         replica.take(frame.changes)
@@ -109,7 +110,7 @@ def fetch_replica(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
     return replica
 
 
-def test_dashboard_records_a_pool_diff_for_every_step(engine: Engine):
+def test_dashboard_records_the_kv_block_pool_changes_of_every_step(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica = fetch_replica(sampler, tokens=True)
     run(engine, sampler, max_tokens=24, ignore_eos=True)
@@ -161,7 +162,7 @@ def test_dashboard_snapshots_use_at_most_two_percent_of_the_engines_time(engine:
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
-def test_dashboard_pool_diffs_contain_every_block_copy(engine: Engine, kind: dict):
+def test_recorded_kv_block_pool_changes_contain_every_block_copy(engine: Engine, kind: dict):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica, before = fetch_replica(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
@@ -188,7 +189,7 @@ def test_token_limit_applies_to_each_diff_of_the_block_pool(
     assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
-def test_pool_diffs_contain_no_tokens_unless_requested(engine: Engine):
+def test_recorded_kv_block_pool_changes_contain_tokens_only_if_requested(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica = fetch_replica(sampler)
     run(engine, sampler, max_tokens=4)
@@ -199,8 +200,8 @@ def test_pool_diffs_contain_no_tokens_unless_requested(engine: Engine):
 class SlowWorkClock(Clock):
     """A clock that advances by `seconds` each time the clock is read.
 
-    `PoolSampler` reads the clock before and after it records a pool diff. So each recording appears
-    to take `seconds`.
+    `PoolSampler` reads the clock before and after it records changes of the KV block pool. So each
+    recording appears to take `seconds`.
     """
 
     def __init__(self, seconds: float):
@@ -212,7 +213,7 @@ class SlowWorkClock(Clock):
         return self.now
 
 
-def test_dashboard_skips_steps_when_recording_pool_diffs_is_slow(engine: Engine):
+def test_dashboard_skips_steps_if_recording_kv_block_pool_changes_is_slow(engine: Engine):
     clock = Clock()
     # The clock shows 1000 s when `PoolSampler` is created. These 1000 s must not increase the time
     # that `PoolSampler` may spend on recording.
@@ -221,18 +222,18 @@ def test_dashboard_skips_steps_when_recording_pool_diffs_is_slow(engine: Engine)
     sampler.fetch()
     run(engine, sampler, prompt="A prompt that fills a whole block", max_tokens=8)
     # The snapshot of the first `fetch` took more time than `PoolSampler` may use. So `after_step`
-    # recorded no step, and only the second `fetch` records a pool diff.
+    # recorded no step, and only the second `fetch` records changes.
     assert len(sampler.fetch().diffs) == 1
 
 
 def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engine):
-    """A step takes 10 ms, and recording a pool diff takes 1 ms. `PoolSampler` may use only 2 % of
-    the time. So on average, `PoolSampler` can record only every fifth step."""
+    """A step takes 10 ms, and recording the changes of the KV block pool takes 1 ms. `PoolSampler`
+    may use only 2 % of the time. So on average, `PoolSampler` can record only every fifth step."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.001))
     sampler.fetch()
     # Unused recording time is saved up to a maximum of 20 ms. After 2 idle seconds, `PoolSampler`
-    # has saved this maximum, which is enough to record 20 pool diffs.
+    # has saved this maximum, which is enough to record 20 steps.
     clock.now = 2.0
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
@@ -245,11 +246,11 @@ def test_dashboard_records_twenty_successive_steps_after_idle_time(engine: Engin
 
 
 def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
-    """`PoolSampler` may use 2 % of the time to record pool diffs. `fetch` always records a pool
-    diff, even if the 2 % are used up.
+    """`PoolSampler` may use 2 % of the time to record changes of the KV pool. Only calls of `fetch`
+    may exceed this limit.
 
-    In this test, 50 calls of `fetch` use 20 % of the time. `PoolSampler` must still record later
-    steps.
+    In this test, 50 calls of `fetch` use 20 % of the time. One second later, `PoolSampler` must
+    record steps again.
     """
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=SlowWorkClock(0.02))
@@ -262,7 +263,9 @@ def test_frequent_dashboard_fetches_leave_time_to_record_steps(engine: Engine):
     assert len(sampler.fetch().diffs) > 1
 
 
-def test_pool_changes_after_256_unfetched_diffs_are_merged_into_one_diff(engine: Engine):
+def test_sampler_keeps_256_unfetched_diffs_of_the_kv_block_pool_and_merges_later_changes(
+    engine: Engine,
+):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     sampler.fetch()
     for _ in range(4):
@@ -293,14 +296,14 @@ def test_dashboard_starts_again_with_a_snapshot_after_a_fetch_timeout(engine: En
     clock.now += FETCH_TIMEOUT_S + 1
     run(engine, sampler, max_tokens=2)
     again = sampler.fetch()
-    # `PoolSampler` increases `epoch` by 1 each time it starts to record pool diffs.
+    # `PoolSampler` increases `epoch` by 1 each time it starts to record changes.
     assert again.epoch == first.epoch + 1
     assert again.snapshot is not None
     sampler.stop()
     sampler.stop()
 
 
-# Tests of `Broadcast`, which sends pool diffs to viewers of the dashboard
+# Tests of `Broadcast`, which sends KV block pool changes to viewers of the dashboard
 
 
 def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs:
@@ -309,13 +312,15 @@ def diffs_of(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolDiffs
 
 
 class Source:
-    """A stand-in for `PoolSampler`: each call of `fetch` returns the next `PoolDiffs` in `answers`.
+    """A stand-in for `PoolSampler`, whose `fetch` returns prepared changes of the KV block pool.
 
-    When only the last `PoolDiffs` is left, `fetch` returns the last `PoolDiffs` without diffs. If
-    `fails` is set, `fetch` raises an error instead of returning the last `PoolDiffs`.
+    `fetch` adds a snapshot of the pool if the caller requests a snapshot. `fetch` also adds a
+    snapshot if the `epoch` of the answer is new: `PoolSampler` increases `epoch` at each restart.
 
-    `fetch` adds a snapshot of the KV block pool if the caller requests a snapshot. `fetch` also
-    adds a snapshot if `epoch` has changed, because a new epoch means a restart of `PoolSampler`.
+    Args:
+        answers: Return values of successive calls of `fetch`. The last answer is returned again
+            and again, always with an empty list of changes.
+        fails: Whether `fetch` raises an error when only the last answer is left.
     """
 
     def __init__(self, *answers: PoolDiffs, fails: bool = False):
@@ -367,7 +372,7 @@ def test_viewer_gets_a_snapshot_and_then_diffs():
         source = Source(diffs_of(BLOCK), diffs_of(FREED, steps=1), diffs_of(steps=1))
         hub = broadcast_of(source)
         async with aclosing(hub.stream_events()) as events, aclosing(hub.stream_events()) as late:
-            # No pool diffs are fetched until a dashboard viewer reads the first event.
+            # No changes are fetched until a dashboard viewer reads the first event.
             assert source.num_asked == 0
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
@@ -406,7 +411,7 @@ def test_viewer_streams_fail_when_the_engine_fails():
     asyncio.run(watch())
 
 
-def test_viewer_streams_fail_when_recording_pool_diffs_fails():
+def test_viewer_streams_fail_if_recording_kv_block_pool_changes_fails():
     async def watch() -> None:
         bad = PoolDiffs(1, [], EngineStats(16, 8, 8, 0), failed=True)
         hub = broadcast_of(Source(diffs_of(BLOCK), bad, diffs_of(epoch=2)))
@@ -420,7 +425,7 @@ def test_viewer_streams_fail_when_recording_pool_diffs_fails():
     asyncio.run(watch())
 
 
-def test_no_pool_diffs_are_fetched_without_dashboard_viewers():
+def test_no_kv_block_pool_changes_are_fetched_without_dashboard_viewers():
     async def watch() -> None:
         source = Source(diffs_of(BLOCK), diffs_of())
         hub = broadcast_of(source)
@@ -430,7 +435,7 @@ def test_no_pool_diffs_are_fetched_without_dashboard_viewers():
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
-        # When the next dashboard viewer connects, pool diffs are fetched again.
+        # When the next dashboard viewer connects, changes are fetched again.
         async with aclosing(hub.stream_events()) as events:
             assert held_blocks(parse(await anext(events))[1]) == [3]
 
@@ -481,7 +486,7 @@ def test_long_block_text_causes_no_further_snapshots(
     given: list[bool] = []
 
     async def fetch(snapshot: bool) -> PoolDiffs:
-        for _ in range(10):  # first let the viewers read all events of earlier pool diffs
+        for _ in range(10):  # first let the viewers read all earlier events
             await asyncio.sleep(0)
         told = sampler.fetch(snapshot, tokens=True)
         given.append(told.snapshot is not None)
@@ -513,7 +518,7 @@ def test_long_block_text_causes_no_further_snapshots(
     assert sum(given) == 2  # one snapshot per viewer
 
 
-def test_viewers_get_a_snapshot_when_the_pool_sampler_restarts():
+def test_dashboard_viewers_get_a_snapshot_when_sampling_of_the_kv_pool_restarts():
     async def watch() -> None:
         hub = broadcast_of(Source(diffs_of(BLOCK), diffs_of(FREED, epoch=2), diffs_of(epoch=2)))
         async with aclosing(hub.stream_events()) as events:
@@ -523,7 +528,7 @@ def test_viewers_get_a_snapshot_when_the_pool_sampler_restarts():
     asyncio.run(watch())
 
 
-def test_viewers_get_a_snapshot_when_the_pool_sampler_restarts_with_an_empty_pool():
+def test_dashboard_viewers_get_a_snapshot_when_sampling_restarts_with_an_empty_kv_pool():
     """After the restart, no block is used and the statistics are the same as before. Viewers must
     still get a snapshot."""
 

@@ -30,8 +30,8 @@ def is_victim(*args: Any) -> bool:
             return arg.params.temperature == 0.125
         request = getattr(arg, "request", arg)
         if getattr(request, "request_id", None) is not None:
-            # The scheduler's `Request` does not store the temperature. So recognize the request
-            # that must fail by its prompt "Hello".
+            # The scheduler's `Request` does not store the temperature. Here, the prompt "Hello"
+            # identifies the request that must fail.
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125

@@ -84,7 +84,7 @@ def test_slow_templates_do_not_delay_other_requests(serve: Run):
         await server.canary()
         kinds = ("heavy", "endless") * 3
         busy = [RawRequest(server.app, CHAT, chat(kind)) for kind in kinds]
-        await asyncio.sleep(1)  # after a second, two template jobs run and count as long jobs
+        await asyncio.sleep(1)  # a slow template exceeds the CPU time limit of short jobs
         longest, end = 0.0, time.monotonic() + 1
         while (before := time.monotonic()) < end:
             await asyncio.sleep(0.005)
@@ -113,7 +113,7 @@ def test_tokenize_job_is_cancelled_when_its_client_disconnects(serve: Run):
         busy = [RawRequest(server.app, "/tokenize", asked) for _ in range(3)]
         while server.serving.num_requests < 2:  # the third request exceeds the client's limit
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)  # the running jobs now count as long jobs
+        await asyncio.sleep(0.5)  # a slow template exceeds the CPU time limit of short jobs
         assert (busy[2].status, server.serving.num_requests) == (429, 2)
         for request in busy:
             request.leave()

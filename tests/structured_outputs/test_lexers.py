@@ -182,7 +182,10 @@ def test_answer_that_needs_too_many_lexer_states_fails(monkeypatch: pytest.Monke
 
 
 class Maker:
-    """A `MaskMaker` with one answer, in entry 1 of the `MaskMemory`."""
+    """A `MaskMaker` that makes the token masks of one request.
+
+    Entry 1 of the `MaskMemory` holds the request's `AnswerState` and token mask.
+    """
 
     def __init__(self, spec: StructuredOutputs, ending: frozenset[int]):
         self.memory = MaskMemory(2, WIDTH)
@@ -215,8 +218,8 @@ def test_mask_worker_replaces_a_lexer_that_reaches_the_state_limit(
         assert made.settled() == AnswerState.READY
         assert made.allows(token)
         made.take(token)
-    # If the last token brought the lexer to its maximum number of states, the answer does not stop
-    # by itself: it waits for EOS.
+    # The tokens now match the whole regex, so the answer's state is usually STOPPED. If "!" brought
+    # the lexer to its maximum number of states, the state is READY, and the mask allows EOS.
     if made.settled() == AnswerState.READY:
         assert made.allows(EOS)
         made.take(EOS)

@@ -107,7 +107,7 @@ def test_answer_is_reported_as_complete_or_failed_after_its_last_token(process: 
     assert masks[0].tolist() == mask_of(WORDS, A)
 
 
-def test_skipped_rows_receive_no_token(process: MaskWorkerClient):
+def test_answers_that_need_no_next_mask_receive_no_token(process: MaskWorkerClient):
     one, other = begin_answers(process, WORDS, 2)
     process.gather_masks([(one, 0), (other, 1)], 2)
     process.request_masks({0}, lambda: np.array([A, B], np.int32), send_now=True)

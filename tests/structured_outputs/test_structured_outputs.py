@@ -262,7 +262,7 @@ RING = {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}
         ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, r"refers to itself without a property"),
     ],
 )
-def test_schema_without_a_finite_value_is_rejected(schema: dict[str, Any], message: str):
+def test_schema_with_infinite_recursion_is_rejected(schema: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         StructuredOutputs(json=schema)
 

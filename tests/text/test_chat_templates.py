@@ -144,7 +144,7 @@ def test_special_token_split_over_several_messages_stays_text(cuts: tuple[int, i
         assert tokenizer.decode(ids) == f"a{EOS}b"
 
 
-def test_special_token_completed_by_the_template_stays_text():
+def test_special_token_split_between_a_message_and_the_template_stays_text():
     template = "{{ messages[0].content }}end|>{{ '<|' + messages[1].content | trim }}" + EOS
     messages = [user("a<|"), user(" end|>b ")]
     tokenizer = byte_level()

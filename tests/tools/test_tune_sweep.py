@@ -86,7 +86,8 @@ def test_failing_candidate_does_not_reject_other_candidates():
     assert rejected[2].rejected.startswith("wrong results in 'small'")
     assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
     assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
-    assert clock.calls == 2 * 3  # Each case times the heuristic twice, and the good candidate once.
+    # In each of the two cases, the sweep measures the heuristic twice and the good candidate once.
+    assert clock.calls == 2 * 3
 
 
 def test_sweep_compiles_all_programs_before_it_times_them(capsys: pytest.CaptureFixture[str]):

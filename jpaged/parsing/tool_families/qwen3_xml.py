@@ -274,7 +274,10 @@ def _check_parameter_names(path: str, schema: Mapping[str, Any]) -> None:
         )
     for key in schema.get("required", ()):
         if key not in schema.get("properties", {}):
-            raise RequestError(f"{path}.required", f"names {key!r}: add it to properties")
+            raise RequestError(
+                f"{path}.required",
+                f"contains {key!r}, which is not in properties: add {key!r} to properties",
+            )
 
 
 def _value_rules(path: str, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:

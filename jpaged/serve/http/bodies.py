@@ -328,14 +328,14 @@ def _shift_position(
 
 
 def _count_digit_groups(codes: np.ndarray, outside: np.ndarray) -> int:
-    """Divide a chunk into groups of `_DIGITS_PER_VALUE` bytes, and count groups with only digits.
+    """Return the number of 8-byte groups of a chunk that contain only digits of JSON numbers.
 
     Args:
-        codes: Bytes of the chunk as numbers.
+        codes: Bytes of the chunk as numbers. Bytes after the last full 64-byte group are ignored.
         outside: For each byte, whether the byte is outside strings.
 
     Raises:
-        ApiError: The digits of a number fill one of the chunk's groups of `_MAX_DIGITS` bytes.
+        ApiError: A 64-byte group of the chunk contains only digits, so a number is too long.
     """
     size = len(codes) // _MAX_DIGITS * _MAX_DIGITS
     are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]
