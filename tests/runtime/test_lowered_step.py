@@ -268,12 +268,16 @@ def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: t
 @pytest.mark.full
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
 def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tuple):
-    """The two all-reduces per layer follow the attention and the feed-forward."""
+    """The two all-reduces per layer follow the attention and the feed-forward.
+
+    On several devices, `on_gpu` does not choose the kernels' GPU: a mesh of CPU devices replaces
+    the abstract mesh. The prefill kernel is then a Triton kernel instead of a Hopper kernel.
+    """
     alone, both = (lowered_with_numpy_rules(fused_jax_recipes(2, count)[name]) for count in (1, 2))
-    kinds = KERNEL, HOPPER_KERNEL, PRODUCT
-    one, two = launches(alone), launches(both, *kinds, ALL_REDUCE)
+    one, two = launches(alone), launches(both, ALL_REDUCE)
     assert one[KERNEL] > 0
-    assert {kind: two[kind] for kind in kinds} == {kind: one[kind] for kind in kinds}
+    assert two[KERNEL] + two[HOPPER_KERNEL] == one[KERNEL] + one[HOPPER_KERNEL]
+    assert two[PRODUCT] == one[PRODUCT]
     assert two[ALL_REDUCE] == 2 * 2
     assert _num_reused(both) == _num_reused(alone)
 
