@@ -2,7 +2,7 @@
 
 One jitted program runs the gated GEMM and the down GEMM of several layers. Each layer has different
 tokens and different random choices of experts, and successive layers have different weights. All
-experts are equally probable.
+experts are equally probable, unless `--skew` is set.
 JAX's profiler records the kernels. A result row has the times per layer: of each kernel, of all
 kernels together, and of the layer with the gaps between its kernels.
 
@@ -126,13 +126,32 @@ def run_layer(weights, x, routing, weight_format: str) -> jax.Array:
     return down_gemm(values, down, scale, down_scale, routing, **options)
 
 
+def router_logits(key: jax.Array, num_tokens: int, num_experts: int, skew: float) -> jax.Array:
+    """Return random router logits, float32 [num_tokens, num_experts].
+
+    Args:
+        key: Key of the random numbers.
+        num_tokens: Number of rows.
+        num_experts: Number of columns.
+        skew: Exponent of Zipf's law: the probability of expert e is proportional to
+            (e + 1) ** -skew. With 0, all experts are equally probable.
+    """
+    noise = jax.random.gumbel(key, (num_tokens, num_experts))
+    return noise - skew * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))[None]
+
+
 def measure(
-    name: str, weight_format: str, num_tokens: int, bandwidth: float, num_layers: int
+    name: str,
+    weight_format: str,
+    num_tokens: int,
+    bandwidth: float,
+    num_layers: int,
+    skew: float = 0.0,
 ) -> dict:
     """Time the experts of a model for a number of tokens, and return the result row.
 
-    `weight_format` is one of `FORMATS`, `bandwidth` is in bytes per second, and `num_layers` is the
-    number of layers per program.
+    `weight_format` is one of `FORMATS`, `bandwidth` is in bytes per second, `num_layers` is the
+    number of layers per program, and `skew` is the argument of `router_logits`.
     """
     shape = SHAPES[name]
     size, inner, num_experts = shape.hidden, shape.inner, shape.num_experts
@@ -144,7 +163,7 @@ def measure(
     ]
     routings = [
         route(
-            jax.random.normal(key, (num_tokens, num_experts)),
+            router_logits(key, num_tokens, num_experts, skew),
             shape.num_choices,
             backend=Backend.TRITON,
         )
@@ -178,7 +197,7 @@ def measure(
         read = experts_hit * size * columns * itemsize / bandwidth
         flops = 2 * num_tokens * shape.num_choices * size * columns
         floor += max(read, flops * itemsize / 2 / EXPERT_FLOPS_PER_SECOND) * 1e6
-    row = {"model": name, "weights": weight_format, "tokens": num_tokens}
+    row = {"model": name, "weights": weight_format, "tokens": num_tokens, "skew": skew}
     row |= {"experts hit": experts_hit, "floor us": floor}
     row |= {f"{kernel} us": busy[kernel] for kernel in (*KERNELS, "other")}
     total = sum(busy.values())
@@ -193,19 +212,22 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[*MARKS])
     parser.add_argument("--layers", type=int, default=6, help="layers per program")
     parser.add_argument("--bandwidth", type=float, default=EXPERT_BYTES_PER_SECOND / 1e12)
+    parser.add_argument("--skew", type=float, default=0.0, help="exponent of Zipf's law")
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(
             f"bench.experts needs an NVIDIA GPU; JAX sees only {jax.default_backend()!r}"
         )
+    bandwidth, layers, skew = arguments.bandwidth * 1e12, arguments.layers, arguments.skew
     rows = [
-        measure(name, weight_format, num_tokens, arguments.bandwidth * 1e12, arguments.layers)
+        measure(name, weight_format, num_tokens, bandwidth, layers, skew)
         for name in arguments.shape
         for weight_format in arguments.weights
         for num_tokens in arguments.tokens
     ]
     print_table(rows)
-    print(record("experts", rows, bandwidth=arguments.bandwidth))
+    name = "experts_skewed" if skew else "experts"
+    print(record(name, rows, bandwidth=arguments.bandwidth))
 
 
 if __name__ == "__main__":

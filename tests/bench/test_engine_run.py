@@ -39,9 +39,8 @@ def make_trace(rate: float, seconds: float) -> list[TraceRequest]:
     return traces.poisson(traces.log_normal("small", (20.0, 10.0), 64), rate, seconds, 0)
 
 
-@pytest.mark.parametrize(
-    "system", ["orca_oracle", pytest.param("fastertransformer", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["orca_oracle", "fastertransformer"])
 def test_engine_generates_the_same_tokens_with_contiguous_allocators(
     system: str, servers: Callable[..., Server], kept_engines: Callable[..., Engine]
 ):

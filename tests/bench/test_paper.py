@@ -152,6 +152,7 @@ def test_figure_12_jpaged_sustains_the_highest_rate(tmp_path: Path):
     assert all(0.3 < row["ratio"] < 3 for row in rows)
 
 
+@pytest.mark.full
 def test_figure_13_paging_has_the_largest_batch(tmp_path: Path):
     document = run_figure("13", tmp_path)
     batches = cells(document, "lengths", "system")
@@ -172,6 +173,7 @@ def test_figure_14_sharing_blocks_raises_the_rate(tmp_path: Path):
     assert all(systems["ours"] > systems["orca_oracle"] for systems in found.values())
 
 
+@pytest.mark.full
 def test_figure_15_more_samples_save_more_memory(tmp_path: Path):
     saved = cells(run_figure("15", tmp_path), "lengths", "decoding", "width")
     for lengths, decoding in itertools.product(("sharegpt", "alpaca"), ("parallel", "beam")):

@@ -17,6 +17,7 @@ def test_benchmark_assumes_that_n_replicas_have_n_times_the_throughput_of_one():
     assert (row["replica_host_ms_a_step"], row["shared_host_ms_a_step"]) == (1.0, 2.0)
 
 
+@pytest.mark.full
 def test_benchmark_reports_wall_time_and_host_time_of_an_engine(
     kept_engines: Callable[..., Engine],
 ):

@@ -203,6 +203,3 @@ class SpeculativeDriver(Driver):
             self.streams[_stream_name(sequence)].append(token_id)
         self.scheduler.check_integrity()
         return emitted
-
-    def _may_postpone(self, row: ScheduledSequence) -> bool:
-        return not self.plans[-1].num_drafts and super()._may_postpone(row)

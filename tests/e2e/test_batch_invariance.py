@@ -26,23 +26,23 @@ SPARSE: dict[str, Any] = {
     "moe_intermediate_size": 192,
     "norm_topk_prob": True,
 }
-NUM_REQUESTS = 12
+NUM_REQUESTS = 8
 COMMON: dict[str, Any] = {
     "batch_invariant": True,
     "skip_tokenizer_init": True,
-    "max_num_seqs": 16,
+    "max_num_seqs": 8,
     "num_blocks": 129,
 }
 RECOMPUTE = {
     "preemption_mode": "recompute",
-    "num_blocks": 24,
+    "num_blocks": 17,
     "max_num_batched_tokens": 24,
     "async_scheduling": False,
     "enable_prefix_caching": False,
 }
 SWAP = {
     "preemption_mode": "swap",
-    "num_blocks": 24,
+    "num_blocks": 17,
     "swap_space": 0.001,
     "speculative_config": SpeculativeConfig(num_speculative_tokens=3),
 }
@@ -54,7 +54,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "recompute, speculation": RECOMPUTE | {"speculative_config": SWAP["speculative_config"]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-IN_DEFAULT_TIER = ("recompute, chunks, synchronous", "swap, speculation")
+IN_DEFAULT_TIER = ("prefix hits", "recompute, chunks, synchronous")
 IN_FULL_TIER = [name for name in COMPOSITIONS if name not in IN_DEFAULT_TIER]
 
 
@@ -68,7 +68,7 @@ def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
         prompt = rng.integers(5, vocab_size, int(rng.integers(1, 70))).tolist()
         prompts.append(prefix + prompt if index % 2 else prompt)
         sampling = {"temperature": 0.9, "top_p": 0.9, "seed": index} if index % 3 == 0 else {}
-        given = {"temperature": 0.0, "max_tokens": 16 + index, **sampling}
+        given = {"temperature": 0.0, "max_tokens": 12 + index, **sampling}
         params.append(SamplingParams(logprobs=2, ignore_eos=True, **given))
     return prompts, params
 

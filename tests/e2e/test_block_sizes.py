@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines, in_full_tier, token_ids
+from e2e_options import Engines, token_ids
 
 from jpaged import SamplingParams
 
@@ -28,7 +28,8 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(max_tokens=20, **kind) for kind in lengths.values()]
 
 
-@pytest.mark.parametrize("block_size", [256, *in_full_tier(1, 2)])
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", [1, 2, 256])
 def test_tokens_do_not_depend_on_the_block_size(
     engines: Engines, qwen_folder: Path, block_size: int
 ):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import Engines, answers, in_full_tier, run, take_steps
+from e2e_options import Engines, answers, run, take_steps
 from test_samples import check_same_logprobs
 from test_under_pressure import params
 
@@ -73,7 +73,8 @@ SMALL_POOL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["swap", *in_full_tier("recompute")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     engines: Engines, shallow_folder: Path, mode: str
 ):

@@ -14,7 +14,6 @@ from e2e_options import (
     QUESTION,
     Engines,
     generate_text,
-    in_full_tier,
     scores,
     token_ids,
 )
@@ -123,7 +122,8 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [2, *in_full_tier(4)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 4])
 def test_fp8_block_scales_are_sharded_like_the_weights(engines: Engines, blocks, count: int):
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")

@@ -13,7 +13,6 @@ from e2e_options import (
     Engines,
     check_small_pool_changes_no_answer,
     generate_text,
-    in_full_tier,
     make_workload,
     scores,
     token_ids,
@@ -98,7 +97,8 @@ def test_fp8_cache_gives_prompt_logprobs_close_to_an_unquantized_cache(engines: 
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("count", [2, *in_full_tier(4)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 4])
 def test_tensor_parallel_fp8_kv_cache_gives_the_same_tokens_as_one_device(
     engines: Engines, folder_of_8_heads: Path, count: int
 ):

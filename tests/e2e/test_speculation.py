@@ -122,7 +122,7 @@ def test_logprobs_belong_to_the_accepted_tokens(engines: Engines, shallow_folder
 @pytest.mark.parametrize(
     ("mode", "loop", "block_size"),
     [
-        ("swap", "bursts", 4),
+        pytest.param("swap", "bursts", 4, marks=pytest.mark.full),
         pytest.param("auto", "overlapped", 16, marks=pytest.mark.full),
         pytest.param("swap", "overlapped", 16, marks=pytest.mark.full),
         pytest.param("recompute", "bursts", 8, marks=pytest.mark.full),
@@ -228,6 +228,7 @@ def test_prefixes_with_accepted_tokens_are_cached(engines: Engines, shallow_fold
     assert cached[0][0] > 0
 
 
+@pytest.mark.full
 @pytest.mark.gpu2
 def test_tensor_parallel_devices_accept_the_same_drafts(engines: Engines, shallow_folder: Path):
     options: dict[str, Any] = {"tensor_parallel_size": 2, "speculative_config": NGRAM}
@@ -236,6 +237,7 @@ def test_tensor_parallel_devices_accept_the_same_drafts(engines: Engines, shallo
     check_same(speculative, plain, REPEATING, kinds)
 
 
+@pytest.mark.full
 def test_repeated_context_gives_more_tokens_per_step(engines: Engines):
     """Each chat asks the same question again, so that the model repeats its answer."""
     speculative, plain = engines(speculative_config=NGRAM), engines()

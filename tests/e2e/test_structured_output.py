@@ -136,9 +136,10 @@ def test_preemption_and_prefix_caching_change_no_token_of_answers_with_a_grammar
     roomy = engines(shallow_folder, num_blocks=400, enable_prefix_caching=False, **options)
     few_blocks = {"num_blocks": 45, "max_num_seqs": 24, "swap_space": 0.05}
     tight = engines(shallow_folder, preemption_mode=mode, **few_blocks, **options)
-    check_small_pool_changes_no_answer(roomy, tight, *workload(2 * len(KINDS)))
+    check_small_pool_changes_no_answer(roomy, tight, *workload())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_tensor_parallel_devices_apply_the_same_grammar_masks(
     engines: Engines, shallow_folder: Path

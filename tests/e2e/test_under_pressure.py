@@ -71,7 +71,7 @@ def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list
     [
         pytest.param("auto", {}, FEW, marks=pytest.mark.full),
         ("swap", {"swap_space": 0.001}, FEW),
-        ("recompute", {"async_scheduling": False}, FEW),
+        pytest.param("recompute", {"async_scheduling": False}, FEW, marks=pytest.mark.full),
         pytest.param("auto", WIDE, 120, marks=pytest.mark.full),
         pytest.param("swap", WIDE | {"swap_space": 0.001}, 120, marks=pytest.mark.full),
         pytest.param("recompute", WIDE | {"async_scheduling": False}, 120, marks=pytest.mark.full),

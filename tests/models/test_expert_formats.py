@@ -191,7 +191,7 @@ def test_fp8_experts_split_over_two_devices_equal_those_on_one_device(tmp_path, 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", made.CONFIGS)
 def test_updated_fp8_expert_weights_have_the_same_bits_as_loaded_weights(tmp_path, kind):
-    wide = made.write_checkpoint(tmp_path, kind)
+    made.write_checkpoint(tmp_path, kind)
     plan = plan_model(tmp_path, read(tmp_path, kind), dtype=jnp.float32)
     expected = jax.tree.leaves(nnx.state(plan.load()))
     parameters = ModelParameters(plan, jax.local_devices()[:1])
@@ -202,9 +202,6 @@ def test_updated_fp8_expert_weights_have_the_same_bits_as_loaded_weights(tmp_pat
     for found, value in zip(written, expected, strict=True):
         got, want = (np.asarray(it).astype(np.float32) for it in (found, value))
         np.testing.assert_array_equal(got, want)
-    if kind == "block":
-        with pytest.raises(ValueError, match="params has no FP8 weights, but the engine's weights"):
-            parameters.prepare({name: jnp.asarray(it) for name, it in wide.items()})
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"

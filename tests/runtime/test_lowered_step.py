@@ -272,12 +272,16 @@ def test_fused_jax_model_launches_the_same_kernels_as_the_built_in_qwen3(name: t
 @pytest.mark.parametrize("name", JAX_MODEL_STEPS, ids=str)
 def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tuple):
     """With two devices, each layer also has two all-reduces: one after the attention, and one after
-    the feed-forward."""
+    the feed-forward.
+
+    `on_gpu` sets the kernels' GPU for one device only. With two devices, the kernels see the CPU
+    devices of the mesh, so the prefill kernel is a Triton kernel instead of a Hopper kernel.
+    """
     alone, both = (lowered_with_numpy_rules(fused_jax_recipes(2, count)[name]) for count in (1, 2))
-    kinds = KERNEL, HOPPER_KERNEL, PRODUCT
-    one, two = launches(alone), launches(both, *kinds, ALL_REDUCE)
+    one, two = launches(alone), launches(both, ALL_REDUCE)
     assert one[KERNEL] > 0
-    assert {kind: two[kind] for kind in kinds} == {kind: one[kind] for kind in kinds}
+    assert two[KERNEL] + two[HOPPER_KERNEL] == one[KERNEL] + one[HOPPER_KERNEL]
+    assert two[PRODUCT] == one[PRODUCT]
     assert two[ALL_REDUCE] == 2 * 2
     assert _num_reused(both) == _num_reused(alone)
 

@@ -215,7 +215,8 @@ def test_error_names_parameters_that_conflict_with_the_grammar(
     serve(scenario)
 
 
-@pytest.mark.parametrize("choice", [pytest.param("required", marks=pytest.mark.full), NAMED])
+@pytest.mark.full
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_tool_choice_forces_a_valid_tool_call(
     serve: Run, engines: Callable[..., Engine], choice: Any
 ):

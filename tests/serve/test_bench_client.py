@@ -9,6 +9,7 @@ from server_process import ServerProcess
 from bench import records, serving
 
 
+@pytest.mark.full
 def test_serving_bench_measures_a_real_server(
     tmp_path: Path,
     real_server: ServerProcess,

@@ -85,13 +85,8 @@ def run(code: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "library",
-    [
-        pytest.param(name, marks=[] if name in ("openai", "anthropic") else pytest.mark.full)
-        for name in EXAMPLES
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("library", EXAMPLES)
 def test_docs_example_and_test_program_of_each_library_run(library: str, url: str, tmp_path: Path):
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         pytest.skip(f"{library} is not installed: it is in the extra `clients`")

@@ -221,7 +221,7 @@ def test_hung_engine_step_stops_the_server(tmp_path: Path, compilation_cache: Pa
         server.end()
 
 
-@pytest.mark.parametrize("with_engine", [False, True])
+@pytest.mark.parametrize("with_engine", [pytest.param(False, marks=pytest.mark.full), True])
 def test_resumed_server_does_not_report_its_engine_as_hung(
     compilation_cache: Path, with_engine: bool
 ):

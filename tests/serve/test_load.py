@@ -81,7 +81,10 @@ def test_concurrent_streams_are_complete_while_other_clients_disconnect(serve: R
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_clients", "seconds", "fewest"),
-    [(150, 5, 75), pytest.param(1000, 60, 1000, marks=pytest.mark.soak)],
+    [
+        pytest.param(150, 5, 75, marks=pytest.mark.full),
+        pytest.param(1000, 60, 1000, marks=pytest.mark.soak),
+    ],
 )
 def test_server_under_sustained_load_returns_complete_streams(
     compilation_cache: Path, num_clients: int, seconds: int, fewest: int

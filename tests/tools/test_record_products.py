@@ -48,6 +48,7 @@ def test_gemms_of_tensor_parallel_shards_are_recorded_separately():
     assert alone.keys().isdisjoint(shared)
 
 
+@pytest.mark.full
 def test_gemms_with_fp8_weights_are_recorded_separately():
     wide, narrow = (rows_measured("qwen3-0.6b", form=form) for form in ("bf16", "fp8"))
     assert [*wide.values()] == [*narrow.values()]
