@@ -26,7 +26,8 @@ from jpaged.core.swap import PreemptionMode, PreemptionPolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.errors import RequestError, format_count
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import FP8_DTYPE, ModelConfig, head_size_error
+from jpaged.models.config import FP8_DTYPE, ModelConfig
+from jpaged.models.config_fields import head_size_error
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu

@@ -9,9 +9,16 @@ feed-forward; checkpoints store the weights of the norms minus 1.
 
 from dataclasses import replace
 
-from jpaged.models import config as model_config
 from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import ConfigFields, LayerConfig, ModelConfig, RopeConfig
+from jpaged.models.config import LayerConfig, ModelConfig, RopeConfig
+from jpaged.models.config_fields import (
+    ACTIVATIONS,
+    ConfigFields,
+    read_rope,
+    read_rotary_config,
+    read_sliding_windows,
+    read_tokens_and_dtype,
+)
 from jpaged.models.llama import TENSOR_NAMES, weight_rules
 from jpaged.models.qwen import QK_NORM_NAMES
 
@@ -40,14 +47,14 @@ def describe_text(fields: ConfigFields) -> ModelConfig:
     """Read the config of a text-only checkpoint."""
     fields = replace(fields, defaults=_DEFAULTS)
     common, scale = (
-        model_config.read_rotary_config(fields, "gemma3_text"),
+        read_rotary_config(fields, "gemma3_text"),
         fields.number("query_pre_attn_scalar", 256),
     )
-    activation = fields.choice("hidden_activation", "gelu_pytorch_tanh", model_config.ACTIVATIONS)
+    activation = fields.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS)
     pattern = fields.integer("sliding_window_pattern", 6)
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
     layer_types = ["sliding_attention" if i % pattern else "full_attention" for i in numbers]
-    windows = model_config.read_sliding_windows(
+    windows = read_sliding_windows(
         fields, fields.optional_integer("sliding_window", 4096), layer_types
     )
     cap = fields.optional_number("attn_logit_softcapping")
@@ -64,7 +71,7 @@ def describe_text(fields: ConfigFields) -> ModelConfig:
         final_soft_cap=fields.optional_number("final_logit_softcapping"),
         qkv_bias=bias,
         output_bias=bias,
-        **model_config.read_tokens_and_dtype(fields, bos=2, eos=1),
+        **read_tokens_and_dtype(fields, bos=2, eos=1),
     )
 
 
@@ -82,8 +89,8 @@ def _read_ropes(fields: ConfigFields) -> tuple[RopeConfig, RopeConfig]:
     name = "rope_scaling" if scaling else "rope_parameters.full_attention"
     local_name = "rope_parameters.sliding_attention"
     return (
-        model_config.read_rope({**global_rope, **scaling}, fields, theta=1e6, name=name),
-        model_config.read_rope(local_rope, fields, "rope_local_base_freq", name=local_name),
+        read_rope({**global_rope, **scaling}, fields, theta=1e6, name=name),
+        read_rope(local_rope, fields, "rope_local_base_freq", name=local_name),
     )
 
 

@@ -5,10 +5,10 @@ attention and another precedes the feed-forward.
 """
 
 from jpaged.models.checkpoint import WeightRule, WeightRules
-from jpaged.models.config import (
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_fields import (
     ACTIVATIONS,
     ConfigFields,
-    ModelConfig,
     learned_position_config,
     read_tokens_and_dtype,
 )

@@ -6,10 +6,10 @@ Both have rotary embedding, RMSNorm, grouped-query attention and a gated feed-fo
 from collections.abc import Mapping, Sequence
 
 from jpaged.models.checkpoint import WeightRule, WeightRules
-from jpaged.models.config import (
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_fields import (
     REQUIRED,
     ConfigFields,
-    ModelConfig,
     field_error,
     make_rotary_layers,
     read_rotary_config,

@@ -7,10 +7,10 @@ one RMSNorm over all query heads of a token, and another over all key heads.
 """
 
 from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import (
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_fields import (
     REQUIRED,
     ConfigFields,
-    ModelConfig,
     make_rotary_layers,
     read_experts,
     read_rotary_config,

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jpaged.models.config import ConfigFields, QuantizationConfig, field_error
+from jpaged.models.config import QuantizationConfig
+from jpaged.models.config_fields import ConfigFields, field_error
 from jpaged.models.formats import UnquantizedFormat, WeightFormat
 from jpaged.models.fp8 import (
     FP8BlockFormat,

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import (
+from jpaged.models.config import ExpertsConfig, ModelConfig
+from jpaged.models.config_fields import (
     REQUIRED,
     ConfigFields,
-    ExpertsConfig,
-    ModelConfig,
     field_error,
     make_rotary_layers,
     read_experts,

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from jpaged.models import gemma3, gpt2, llama, moe, opt, qwen
 from jpaged.models.checkpoint import WeightRule, WeightRules
-from jpaged.models.config import FP8_DTYPE, ConfigFields, ModelConfig
+from jpaged.models.config import FP8_DTYPE, ModelConfig
+from jpaged.models.config_fields import ConfigFields
 from jpaged.models.expert_formats import expert_format
 from jpaged.models.quantization import read_quantization
 

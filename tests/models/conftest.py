@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 _NEED_TORCH = (
-    "test_config.py",
+    "test_config_fields.py",
     "test_contiguous_parity.py",
     "test_fp8.py",
     "test_float8_kv.py",
