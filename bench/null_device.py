@@ -29,7 +29,7 @@ from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import DeviceShapes, ProgramName, Programs, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SampledTokens
-from jpaged.runtime.steps import PROGRAMS
+from jpaged.runtime.step_programs import PROGRAMS
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import NUM_TOKEN_COLUMNS, TOKEN_COLUMN, Backend
 

@@ -34,7 +34,7 @@ from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import NO_DRAFT
-from jpaged.runtime import model_runner, steps
+from jpaged.runtime import model_runner, step_programs, steps
 from jpaged.runtime.drafting import DraftInputs
 
 ACCEPTANCE = (0, 30, 60, 90, 100)  # acceptance rates in percent
@@ -73,7 +73,7 @@ def hash_drafts() -> Iterator[None]:
         return HashDrafter(config.num_padded_drafts)
 
     with (
-        patch.object(steps, "make_drafter", make),
+        patch.object(step_programs, "make_drafter", make),
         patch.object(model_runner, "make_drafter", make),
         patch.object(steps, "are_accepted", accept_even),
     ):

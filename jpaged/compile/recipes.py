@@ -26,14 +26,14 @@ from jpaged.runtime.sampler import (
     SamplerLevel,
     SamplingState,
 )
-from jpaged.runtime.steps import (
+from jpaged.runtime.step_programs import (
     INPUT_SHAPES,
     PROGRAMS,
     PlanProgram,
     ProgramSizes,
-    SampleInputs,
     StepProgram,
 )
+from jpaged.runtime.steps import SampleInputs
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 

@@ -27,7 +27,7 @@ from jpaged.runtime.programs import (
     num_scored_rows,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.steps import PLAN_PROGRAMS
+from jpaged.runtime.step_programs import PLAN_PROGRAMS
 from jpaged.runtime.swap import staging_bytes
 from pallas_kernels import Backend, select_backend
 

@@ -45,7 +45,7 @@ from jpaged.models.sharding import make_mesh
 from jpaged.processes import Child, can_start_python, exit_with_parent, receive, send
 from jpaged.runtime.programs import DeviceShapes, ProgramName, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.steps import PROGRAMS
+from jpaged.runtime.step_programs import PROGRAMS
 
 T = TypeVar("T")
 

@@ -51,7 +51,7 @@ from jpaged.runtime.sampler import (
     bias_row,
     pack_marks,
 )
-from jpaged.runtime.steps import PLAN_PROGRAMS, PROGRAMS
+from jpaged.runtime.step_programs import PLAN_PROGRAMS, PROGRAMS
 from jpaged.runtime.swap import SwapEntries
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend

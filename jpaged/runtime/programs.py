@@ -245,4 +245,4 @@ ProgramName = tuple[str, Any]
 key is usually a shape; None if the step has only one program."""
 
 Programs = Mapping[ProgramName, Any]
-"""Compiled programs by name. `jpaged.runtime.steps.PROGRAMS` describes the steps."""
+"""Compiled programs by name. `jpaged.runtime.step_programs.PROGRAMS` describes the steps."""

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jpaged.compile.builder import lower
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
-from jpaged.runtime import steps
+from jpaged.runtime import step_programs
 from pallas_kernels.gemm import tuning
 
 DEVICE = jax.local_devices()[0]
@@ -105,11 +105,11 @@ def test_program_key_depends_on_shapes_model_code_and_settings(
     assert make_store(tmp_path).load(recipe(8).key) is None
     assert make_store(tmp_path, "another model").load(recipe().key) is None
     splits = tuning.num_splits
-    step = replace(steps.PROGRAMS["mask"], function=lambda logits, allowed: logits)
+    step = replace(step_programs.PROGRAMS["mask"], function=lambda logits, allowed: logits)
     for change in (
         lambda patch: patch.setattr(tuning, "num_splits", lambda gemm: 2 * splits(gemm)),
         lambda patch: patch.setattr(tuning, "MIN_SPLIT_DEPTH", 256),
-        lambda patch: patch.setitem(cast(dict, steps.PROGRAMS), "mask", step),
+        lambda patch: patch.setitem(cast(dict, step_programs.PROGRAMS), "mask", step),
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_example=1"),
     ):
         with monkeypatch.context() as patch:
