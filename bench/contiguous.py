@@ -30,8 +30,8 @@ from bench.records import print_table
 from bench.throughput import lengths_of
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 
 BATCHINGS = ("static", "slabs")
 # The smallest prompt bucket has `SMALLEST_BUCKET` tokens. Larger buckets are powers of two.

@@ -42,8 +42,8 @@ from examples.plain_jax_llama import make_model
 from jpaged import SamplingParams
 from jpaged.models.checkpoint import read_config
 from jpaged.models.live_weights import ModelParameters
-from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 
 SYSTEMS = ("jpaged", "invariant", "contiguous")
 MAX_ROWS = 256

@@ -26,8 +26,8 @@ from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import make_abstract_model, model_parameters
 from jpaged.models.registry import weight_rules
+from jpaged.models.weight_plan import make_abstract_model, model_parameters
 
 GIB = 2**30
 

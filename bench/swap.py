@@ -34,8 +34,8 @@ from jpaged.compile.recipes import Recipes
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 from jpaged.runtime.kv_cache import KVState, make_pool
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.preemption_timing import measure_preemption_costs, time_swap

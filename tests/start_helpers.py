@@ -18,8 +18,8 @@ from jpaged.compile.store import open_program_store
 from jpaged.compile.workers import CompilePool, make_compile_jobs, to_json
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.programs import SplitModel
 
 FLOAT32 = jnp.dtype(jnp.float32)

@@ -22,8 +22,8 @@ from jpaged.compile.sizing import Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import ModelPlan, plan_model
 from pallas_kernels import Backend
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}

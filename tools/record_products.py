@@ -38,9 +38,9 @@ from jpaged.compile.sizing import GPU_DEFAULTS, resolve_limits, with_pool
 from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.config import FP8_DTYPE, ModelConfig
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.peer_memory import can_use_peer_memory
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from pallas_kernels import Backend, select_backend

@@ -25,8 +25,8 @@ from jpaged.models.checkpoint import (
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import FP8_MAX, FP8_MIN_ABSMAX, LayerKV, select_backend

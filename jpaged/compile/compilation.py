@@ -29,7 +29,7 @@ from jpaged.compile.workers import (
 from jpaged.config import EngineConfig
 from jpaged.errors import format_count
 from jpaged.models.jax_model import JaxModelPlan
-from jpaged.models.loader import ModelPlan
+from jpaged.models.weight_plan import ModelPlan
 from jpaged.processes import can_start_python
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend

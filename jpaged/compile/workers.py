@@ -39,9 +39,9 @@ from jpaged.compile.store import (
 )
 from jpaged.config import EngineConfig
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.processes import Child, can_start_python, exit_with_parent, receive, send
 from jpaged.runtime.programs import DeviceShapes, ProgramName, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig

@@ -32,10 +32,10 @@ from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.jax_model import JaxModel, JaxModelPlan, JaxParameters, plan_jax_model
 from jpaged.models.linear import is_silu
 from jpaged.models.live_weights import ModelParameters
-from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.models.sizes import ModelSizes
+from jpaged.models.weight_plan import ModelPlan, plan_model
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner

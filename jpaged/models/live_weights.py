@@ -38,17 +38,16 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.expert_formats import expert_format
 from jpaged.models.fp8 import expand_scales, fp8_scales
-from jpaged.models.loader import (
+from jpaged.models.loader import TensorPlacement, update_parameter
+from jpaged.models.registry import weight_rules
+from jpaged.models.sharding import MESH_AXIS, ShardSlice, axis_sharding
+from jpaged.models.weight_plan import (
     ModelPlan,
-    TensorPlacement,
     model_parameters,
     parameter_path,
     plan_weights,
-    update_parameter,
     with_parameters,
 )
-from jpaged.models.registry import weight_rules
-from jpaged.models.sharding import MESH_AXIS, ShardSlice, axis_sharding
 
 _FILE_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 

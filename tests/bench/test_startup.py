@@ -9,8 +9,8 @@ import pytest
 from bench.common import UNRECORDED
 from bench.startup import Kind, command, phases, row
 from jpaged.compile.gemm_autotuning import AUTOTUNING_DIR, read_record
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.programs import SplitModel
 
 STDERR = """\

@@ -10,9 +10,9 @@ import pytest
 
 from bench import throughput
 from bench.common import FORMATS, SHAPES, Floor, format_of, labelled
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, per_device_bytes
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.programs import SplitModel
 
 

@@ -26,9 +26,9 @@ from jpaged.compile.gemm_autotuning import (
     measure_gemms,
 )
 from jpaged.compile.recipes import SYNCHRONOUS_COLLECTIVES, Recipe
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import MESH_AXIS, make_mesh
+from jpaged.models.weight_plan import make_abstract_model
 from pallas_kernels import Backend
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 64}

@@ -14,8 +14,8 @@ import pytest
 from bench.common import SHAPES
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import EMPTY_RECORD, GemmRecord, read_record, weights_digest
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.programs import SplitModel
 from tools.record_products import rows_measured, write_record
 

@@ -17,9 +17,9 @@ from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.checkpoint import read_config, resolve_checkpoint
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import ModelPlan, make_abstract_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, per_device_bytes
+from jpaged.models.weight_plan import ModelPlan, make_abstract_model
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import SplitModel
 

@@ -15,8 +15,8 @@ from jpaged.compile.store import open_program_store
 from jpaged.compile.workers import make_compile_jobs, run_compile_job, select_worker_recipes
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.checkpoint import read_config
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import make_abstract_model
 
 
 def named(*names: tuple) -> list[Recipe]:

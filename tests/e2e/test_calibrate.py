@@ -17,8 +17,8 @@ from jpaged.calibrate.__main__ import main
 from jpaged.calibrate.scales import SCALES_FILE_NAME, calibrate, compute_scales
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 from jpaged.text.tokenizer import Tokenizer
 
 NUMBERS = "\n".join(f"What is {n} + {7 * n}?\n{8 * n}" for n in range(40, 60))

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import model_parameters, with_parameters
 from jpaged.models.registry import read_model_config, weight_rules
+from jpaged.models.weight_plan import model_parameters, with_parameters
 
 transformers.logging.set_verbosity_error()
 

@@ -43,7 +43,7 @@ def measure(folder: Path, *, naive: bool) -> float:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jpaged.models import loader
+    from jpaged.models import loader, weight_plan
     from jpaged.models.registry import read_model_config
 
     loader.SLAB_BYTES = 4 * MEBI
@@ -52,7 +52,7 @@ def measure(folder: Path, *, naive: bool) -> float:
     files = sorted(folder.glob("*.safetensors"))
     before = status_bytes("VmRSS")
     held = [load_file(file) for file in files] if naive else []
-    model = loader.plan_model(folder, config, dtype=jnp.bfloat16).load()
+    model = weight_plan.plan_model(folder, config, dtype=jnp.bfloat16).load()
     assert "torch" not in sys.modules
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert len(held) in (0, len(files))

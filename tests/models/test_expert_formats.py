@@ -14,7 +14,7 @@ from flax import nnx
 from harness import Harness, PagedSequence
 from jax.sharding import PartitionSpec
 
-from jpaged.models import loader
+from jpaged.models import loader, weight_plan
 from jpaged.models.checkpoint import (
     CheckpointError,
     read_config,
@@ -24,9 +24,9 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.live_weights import ModelParameters
-from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import axis_sharding, make_mesh, wrap_in_shard_map
+from jpaged.models.weight_plan import model_parameters, plan_model
 from pallas_kernels import Backend
 from tests import fp8_experts as made
 from tests.reference import kernels as reference
@@ -242,7 +242,8 @@ def test_wrong_fp8_tensors_of_experts_are_refused_before_a_weight_is_read(
 ):
     made.write_checkpoint(tmp_path, kind)
     made.edit(tmp_path, change)
-    monkeypatch.setattr(loader, "read_rows", lambda *_: pytest.fail("a weight was read"))
+    for module in (loader, weight_plan):
+        monkeypatch.setattr(module, "read_rows", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path, kind)
 

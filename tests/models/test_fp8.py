@@ -27,9 +27,9 @@ from jpaged.models.checkpoint import CheckpointError, read_config
 from jpaged.models.decoder import Decoder, DecoderLayer, FeedForward
 from jpaged.models.formats import UnquantizedFormat
 from jpaged.models.fp8 import FP8BlockFormat, FP8StaticTensorFormat
-from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, shard_slices
+from jpaged.models.weight_plan import model_parameters, plan_model
 from pallas_kernels import Backend, quantize_rows
 from tests.covering import covering
 from tests.reference import kernels as reference_kernels

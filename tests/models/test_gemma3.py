@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from transformers.models.gemma3 import modeling_gemma3
 
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.loader import plan_model
 from jpaged.models.norm import RMSNorm
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import plan_model
 from pallas_kernels import Backend
 
 TEXT = {name: value for name, value in CASES["gemma3"].items() if name != "model_type"}

@@ -19,7 +19,7 @@ import jpaged
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import QuantizationConfig
 from jpaged.models.formats import Projection, WeightFormat, zero_param
-from jpaged.models.loader import model_parameters
+from jpaged.models.weight_plan import model_parameters
 from jpaged.runtime.fused_layers import fused_layer_weights
 
 

@@ -21,9 +21,9 @@ from safetensors.flax import load_file
 
 from jpaged.models.checkpoint import read_config
 from jpaged.models.live_weights import ModelParameters, on_mesh
-from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.weight_plan import ModelPlan, plan_model
 from tests import fp8_experts as made
 
 Leaves = tuple[jax.Array, ...]

@@ -16,9 +16,9 @@ from flax import nnx
 
 from jpaged.models.checkpoint import read_config
 from jpaged.models.live_weights import ModelParameters
-from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.models.weight_plan import ModelPlan, plan_model
 from tests import fp8_experts as made
 
 EDGES: dict[str, Any] = {

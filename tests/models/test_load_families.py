@@ -14,12 +14,12 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jpaged.models import loader
+from jpaged.models import loader, weight_plan
 from jpaged.models.checkpoint import CheckpointError, WeightRule, read_config, read_tensor_infos
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import model_parameters, plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import make_mesh
+from jpaged.models.weight_plan import model_parameters, plan_model, plan_weights
 from tests.covering import covering
 
 GPT2 = {
@@ -106,7 +106,7 @@ def test_kv_scales_come_from_the_checkpoint_or_default_to_1(
         edit(tmp_path, lambda tensors: tensors.update(scales))
         scale_rules = [WeightRule(path, path) for path in given]
         more = dataclasses.replace(rules, rules=[*rules.rules, *scale_rules])
-        monkeypatch.setattr(loader, "weight_rules", lambda config: more)
+        monkeypatch.setattr(weight_plan, "weight_rules", lambda config: more)
     config = dataclasses.replace(config, kv_cache_dtype="float8_e4m3fn")
     options = {"load_format": load_format, "mesh": make_mesh(jax.devices(), num_devices)}
     found = model_parameters(plan_model(tmp_path, config, dtype=jnp.float16, **options).load())
@@ -173,7 +173,9 @@ def test_wrong_number_of_layers_is_refused_before_allocation(
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     field = "n_layer" if name == "gpt2" else "num_hidden_layers"
     config = read_model_config(read_config(tmp_path) | {field: num_layers})
-    monkeypatch.setattr(loader, "make_abstract_model", lambda *_: pytest.fail("layers were made"))
+    monkeypatch.setattr(
+        weight_plan, "make_abstract_model", lambda *_: pytest.fail("layers were made")
+    )
     with pytest.raises(CheckpointError, match=f"num_hidden_layers={num_layers}, .* has 2 layers"):
         plan_model(tmp_path, config, dtype=jnp.float32)
 
@@ -256,6 +258,7 @@ def test_wrong_expert_tensors_are_refused_before_weights_are_read(
 ):
     make_checkpoint(tmp_path, QWEN3_MOE)
     edit(tmp_path, change)
-    monkeypatch.setattr(loader, "read_rows", lambda *_: pytest.fail("a weight was read"))
+    for module in (loader, weight_plan):
+        monkeypatch.setattr(module, "read_rows", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path)

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jpaged.models import loader
+from jpaged.models import loader, weight_plan
 from jpaged.models.checkpoint import CheckpointError, WeightRule, WeightRules
-from jpaged.models.loader import model_parameters, plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import model_parameters, plan_model
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
 LAYERS = 2
@@ -63,8 +63,8 @@ def model_rules(config=CONFIG):
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch):
-    monkeypatch.setattr(loader, "Decoder", Model)
-    monkeypatch.setattr(loader, "weight_rules", model_rules)
+    monkeypatch.setattr(weight_plan, "Decoder", Model)
+    monkeypatch.setattr(weight_plan, "weight_rules", model_rules)
 
 
 def make_tensors(dtype=np.float32):
@@ -199,7 +199,7 @@ def test_error_lists_all_problems_and_shortens_long_lists(tmp_path):
 
 def use_rules(monkeypatch, rules):
     changed_rules = replace(model_rules(), rules=rules)
-    monkeypatch.setattr(loader, "weight_rules", lambda config: changed_rules)
+    monkeypatch.setattr(weight_plan, "weight_rules", lambda config: changed_rules)
 
 
 def test_tensor_for_a_parameter_that_the_model_lacks_is_refused(tmp_path, monkeypatch):

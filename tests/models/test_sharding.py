@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from jpaged.models import loader
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding
-from jpaged.models.loader import make_abstract_model, model_parameters, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import (
     MESH_AXIS,
@@ -26,6 +25,7 @@ from jpaged.models.sharding import (
     shard_slices,
     sharded_axis,
 )
+from jpaged.models.weight_plan import make_abstract_model, model_parameters, plan_model
 from jpaged.runtime.programs import DeviceShapes
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, quantize_rows

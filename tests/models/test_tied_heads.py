@@ -17,8 +17,8 @@ from hf_models import hf_config
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import ModelPlan, plan_model
 
 FAMILIES = ("llama", "qwen2", "gpt2", "opt-350m")
 NOT_TIED = "lm_head.weight .*different values: the head is not tied"
@@ -119,7 +119,7 @@ def test_output_head_and_embedding_are_compared_after_casting(tmp_path: Path):
 def test_output_head_that_differs_only_in_its_last_value_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jpaged.models.loader.COMPARE_CHUNK_BYTES", 1000)
+    monkeypatch.setattr("jpaged.models.weight_plan.COMPARE_CHUNK_BYTES", 1000)
     tensors = save(tmp_path, "llama")
     head = tensors[name_of_embedding(tensors)].copy()
     rewrite(tmp_path, tensors | {"lm_head.weight": head})

@@ -23,11 +23,11 @@ from jpaged.compile.workers import select_worker_recipes
 from jpaged.config import LogprobsMode, SpeculativeConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.jax_model import JaxDecoder, JaxModel, plan_jax_model
-from jpaged.models.loader import make_abstract_model
 from jpaged.models.model_devices import ModelDevices
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import axis_sharding, make_mesh
 from jpaged.models.sizes import JaxModelSizes, ModelSizes
+from jpaged.models.weight_plan import make_abstract_model
 from jpaged.runtime.drafting import make_drafter
 from jpaged.runtime.programs import DeviceShapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig

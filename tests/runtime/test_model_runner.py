@@ -14,8 +14,8 @@ from jpaged.compile.recipes import Recipes
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
-from jpaged.models.loader import make_abstract_model, plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.weight_plan import make_abstract_model, plan_model
 from jpaged.runtime import batch, model_runner
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.preemption_timing import measure_preemption_costs
