@@ -37,9 +37,10 @@ MAX_KEPT_ENGINES = 8
 """Maximum number of engines that are kept for other tests. XLA crashes at Linux's limit of 65,530
 memory maps, and an engine on a CPU takes about 1,300."""
 
-MAX_PROCESSOR_SECONDS = 30.0
+MAX_PROCESSOR_SECONDS = 45.0
 """Maximum CPU time in seconds of one test of the default tier, including its fixtures. In CI, a
-test that needs more fails."""
+test that needs more fails. The same test needs up to twice the CPU time on a slower machine, so
+keep a test below 20 seconds."""
 
 MAX_GROWTH = 2 * 2**30
 """Number of bytes by which a test process may grow. At the end of a test module that exceeds it,

@@ -81,6 +81,7 @@ def test_table_1_matches_the_paper(tmp_path: Path):
     assert document["device"] == "no device"
 
 
+@pytest.mark.full
 def test_figure_1_paging_holds_less_memory_per_request(tmp_path: Path):
     document = run_figure("1", tmp_path)
     by_system: dict[str, list[dict]] = {}
@@ -214,6 +215,7 @@ def test_figure_18a_compares_two_attention_kernels_or_says_not_measured(
     assert {row["ours"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} == {None}
 
 
+@pytest.mark.full
 def test_figure_18b_large_blocks_waste_memory(tmp_path: Path):
     document = run_figure("18b", tmp_path)
     for lengths in ("sharegpt", "alpaca"):

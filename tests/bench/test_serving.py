@@ -202,7 +202,7 @@ def test_answers_of_client_processes_are_merged_in_request_order():
         ([], 1024),
     ],
 )
-def test_default_number_of_tokens_is_half_of_max_model_len(answer: object, expected: int):
+def test_default_max_tokens_is_half_of_max_model_len(answer: object, expected: int):
     async def models(request: web.Request) -> web.Response:
         return web.json_response(answer)
 

@@ -42,6 +42,7 @@ def test_answers_that_break_the_schema_are_counted(engine: Engine, monkeypatch: 
     assert (row["stop"], row["valid"]) == (4, 0)
 
 
+@pytest.mark.full
 def test_result_tables_for_masks_and_speeds_have_all_rows(engine: Engine):
     rows = structured.masks(engine, SIZE)
     assert [row["schemas"] for row in rows] == ["published", "fields", "unbounded"]

@@ -170,7 +170,7 @@ def test_processes_that_share_a_folder_measure_each_gemm_size_once(measured: lis
 
 
 @pytest.mark.parametrize("folder", [None, "file/folder"])
-def test_gemms_are_measured_once_without_a_writable_folder(
+def test_gemms_are_measured_only_once_if_no_folder_can_store_the_measurements(
     folder: str | None, measured: list, tmp_path: Path
 ):
     (tmp_path / "file").write_text("")

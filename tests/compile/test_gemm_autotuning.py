@@ -66,7 +66,7 @@ def test_shipped_gemm_measurements_are_copied_to_the_folder_that_xla_reads(
         assert files == {"version/one": b"\x80fast", "version/two": b"own"}
 
 
-def test_gemm_measurements_are_copied_only_for_their_device_and_to_a_cache_folder(
+def test_gemm_measurements_are_not_copied_for_another_device_or_without_a_cache_folder(
     cache: Path, recorded: Path
 ):
     another = SimpleNamespace(device_kind="another")

@@ -207,7 +207,7 @@ def test_programs_are_traced_with_the_jax_settings_of_the_creating_thread(
     assert ("HIGHEST" in text) is is_highest
 
 
-def test_jax_settings_of_another_thread_apply_only_during_the_call():
+def test_run_applies_the_stored_jax_settings_and_restores_the_previous_settings():
     def read_settings() -> tuple[bool, str | None, str | None]:
         config: Any = jax.config
         guard = config.jax_transfer_guard_host_to_device

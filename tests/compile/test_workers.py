@@ -148,7 +148,8 @@ def test_worker_with_another_digest_of_the_code_compiles_nothing(
     with start.pool() as pool:
         assert pool.start(start.runtime)
         assert compile_all(pool, start) == names(start.recipes)
-    # Each worker has read the checkpoint's config.json before it reports that its digest differs.
+    # Both workers report that their code differs from the engine's code. A worker compares the
+    # code only after it has read the checkpoint's config.json.
     assert sum("code, settings or device memory" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 

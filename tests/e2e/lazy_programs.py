@@ -59,7 +59,7 @@ def _compile(recipe: Recipe, store: ProgramStore | None, compiler: Compiler) -> 
 
 @contextmanager
 def lazy_programs() -> Iterator[None]:
-    """Let an engine that starts in the context compile each program when it is first called."""
+    """Make engines that start inside the `with` block compile each program at the first call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "ProgramBuilder", LazyBuilder)
         patch.setattr(ModelRunner, "warm_up", lambda runner: None)  # would compile every program

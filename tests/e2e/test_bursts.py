@@ -110,7 +110,7 @@ def test_arrivals_and_aborts_at_random_steps_change_no_answer(
     assert ended == {i: want[i] for i in range(len(PROMPTS)) if i not in aborted}
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.full)])
 def test_waiting_and_preempted_requests_finish_despite_multi_step_decode(
     engines: Engines, shallow_folder: Path, mode: str
 ):

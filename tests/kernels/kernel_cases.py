@@ -47,12 +47,11 @@ def on_backends(*axes, **options):
 
 
 def with_dtypes(cases, dtypes, num_by_xla=None):
-    """Return every combination of a case, a dtype and a backend as test parameters.
+    """Return test parameters: all combinations of a case, a dtype and a backend.
 
-    Without `--tier full`, pytest runs each case with one dtype in interpret mode, and with the next
-    dtype in XLA. In interpret mode, the first case has the first dtype, the second case has the
-    second dtype, and so on. If `num_by_xla` is given, only the first `num_by_xla` cases run in XLA.
-    On a GPU every combination runs.
+    pytest runs all combinations on a GPU, and with `--tier full`. The default tier on a CPU runs
+    each case once in interpret mode and once in XLA, with two different dtypes from `dtypes`. If
+    `num_by_xla` is given, this tier runs only the first `num_by_xla` cases in XLA.
     """
 
     def is_default(case, dtype, backend):

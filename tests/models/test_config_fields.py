@@ -151,7 +151,7 @@ def test_missing_eos_token_id_gets_the_default_of_the_model_family():
         (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 16}},
          "rope_scaling.beta_fast=16", "factor"),
         (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing", "config"),
-        (LLAMA | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5", "from 1"),
+        (LLAMA | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5", "at least 1"),
         (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast=0.5", "beta_slow=1.0"),
         (LLAMA | {"rope_scaling": YARN | {"mscale": "x", "mscale_all_dim": 1.0}}, "mscale='x'",
          "numbers above 0"),

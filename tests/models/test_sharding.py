@@ -51,7 +51,9 @@ CASES_AND_COUNTS = covering(
     [pytest.param(it, marks=[pytest.mark.full] if it == "experts" else []) for it in CASES],
     (2, 8),
     strength=1,
-    keep=lambda case, count: count == (2 if case in ("gpt2", "opt", "whole-experts") else 8),
+    keep=lambda case, count: (
+        count == (2 if case in ("gpt2", "opt", "heads", "whole-experts") else 8)
+    ),
 )
 
 

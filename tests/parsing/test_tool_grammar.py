@@ -132,7 +132,7 @@ def test_error_about_unenforceable_parameters_names_their_path(
     call_grammar(family, tools, name="f")
 
 
-def test_unknown_family_and_tool_names_are_rejected():
+def test_unknown_tool_call_format_and_unknown_tool_name_are_rejected():
     with pytest.raises(ValueError, match="family='x' must be one of"):
         call_grammar("x", TOOLS)
     with pytest.raises(ValueError, match="name='x' must be the name of one of the tools"):

@@ -76,7 +76,7 @@ def write_kv(kv, k, v, slot_mapping):
 def paired(numbers):
     """Pack pairs of float8_e4m3fn numbers [..., H] into uint16 [..., H / 2].
 
-    The low byte holds the number of the even column.
+    Element i has column 2 * i in the low byte, and column 2 * i + 1 in the high byte.
     """
     return np.ascontiguousarray(numbers).view("<u2")
 

@@ -167,9 +167,9 @@ def test_a_prefill_step_has_no_loop():
 
 
 @pytest.mark.parametrize("shape", covering(SHAPES, strength=0, keep=lambda it: it == "qwen3-0.6b"))
-def test_step_with_decode_rows_adds_one_decode_attention_per_layer(shape: str):
-    """A mixed step has prompts and decode rows. With few sequences, prefill attention also computes
-    the decode rows."""
+def test_prefill_step_with_many_sequences_adds_one_decode_attention_per_layer(shape: str):
+    """A prefill step may include decode rows: sequences with one new token. With few sequences, the
+    prefill attention kernel computes the decode rows. With many sequences, a decode kernel does."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)

@@ -162,7 +162,7 @@ def test_dashboard_snapshots_use_at_most_two_percent_of_the_engines_time(engine:
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
-def test_recorded_kv_block_pool_changes_contain_every_block_copy(engine: Engine, kind: dict):
+def test_pool_sampler_records_every_copy_of_a_kv_block(engine: Engine, kind: dict):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica, before = fetch_replica(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
@@ -189,7 +189,7 @@ def test_token_limit_applies_to_each_diff_of_the_block_pool(
     assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
-def test_recorded_kv_block_pool_changes_contain_tokens_only_if_requested(engine: Engine):
+def test_pool_sampler_records_tokens_only_if_requested(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
     replica = fetch_replica(sampler)
     run(engine, sampler, max_tokens=4)
@@ -435,7 +435,7 @@ def test_no_kv_block_pool_changes_are_fetched_without_dashboard_viewers():
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
-        # When the next dashboard viewer connects, changes are fetched again.
+        # Fetching resumes when the next dashboard viewer connects.
         async with aclosing(hub.stream_events()) as events:
             assert held_blocks(parse(await anext(events))[1]) == [3]
 

@@ -520,12 +520,12 @@ def test_structured_output_check_that_exceeded_a_limit_is_repeated_after_a_minut
 
     async def scenario(server: Server) -> None:
         form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
-        for _ in range(2):  # the second request uses the cached result of the check
+        for _ in range(2):  # the second request gets the cached error
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 400
         monkeypatch.setattr(tokenizing, "LIMIT_ERROR_TTL_S", 0.0)
-        # The first request repeats the check, which now succeeds. The second request uses the
-        # cached result.
+        # The first request repeats the structured-output check, which now succeeds. The second
+        # request uses the cached result.
         for _ in range(2):
             answer = await server.http.post("/v1/completions", json=form)
             assert answer.status_code == 200, answer.text

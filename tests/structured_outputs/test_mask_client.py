@@ -107,7 +107,7 @@ def test_answer_is_reported_as_complete_or_failed_after_its_last_token(process: 
     assert masks[0].tolist() == mask_of(WORDS, A)
 
 
-def test_answers_that_need_no_next_mask_receive_no_token(process: MaskWorkerClient):
+def test_tokens_of_skipped_answers_are_not_sent_to_the_mask_worker(process: MaskWorkerClient):
     one, other = begin_answers(process, WORDS, 2)
     process.gather_masks([(one, 0), (other, 1)], 2)
     process.request_masks({0}, lambda: np.array([A, B], np.int32), send_now=True)
@@ -304,7 +304,7 @@ def test_killed_worker_fails_its_answers_and_restarts_on_the_next_grammar(
     assert process.gather_masks([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
-def test_new_worker_reuses_memory_of_answers_that_ended_while_the_old_worker_was_stopped():
+def test_memory_of_ended_answers_is_reused_after_the_mask_worker_is_killed():
     process = MaskWorkerClient(FOLDER, VOCAB_SIZE, frozenset({EOS}), capacity=4)
     answers = begin_answers(process, WORDS, 3)
     pid = process.pid

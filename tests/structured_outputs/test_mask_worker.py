@@ -271,7 +271,8 @@ def test_slow_masks_are_computed_one_by_one_until_they_are_fast(
     filled_alone: list[Matcher],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A slow batch shows that some mask is slow. Computing masks alone shows which one."""
+    """After a slow batch, the worker computes masks one by one, to find the slow mask. After enough
+    fast masks, the worker computes batches again."""
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._LATE_CHUNK_S", 0.3)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._SLOW_MASK_S", 0.005)
     monkeypatch.setattr("jpaged.structured_outputs.mask_worker._HEAVY_MASK_S", 60.0)
@@ -319,7 +320,7 @@ def test_only_answers_with_an_ambiguous_grammar_count_as_slow(made: Made):
     assert not any(answers[it].is_heavy for it in others)
 
 
-def test_entry_of_an_answer_is_freed_only_when_no_thread_writes_to_it(
+def test_mask_memory_of_an_answer_is_freed_only_when_no_thread_writes_to_it(
     made: Made, held_matchers: tuple[list[Matcher], threading.Event]
 ):
     slow, goes_on = held_matchers
@@ -333,7 +334,7 @@ def test_entry_of_an_answer_is_freed_only_when_no_thread_writes_to_it(
     assert made.settled(place) == AnswerState.FREE
 
 
-def test_answer_removed_during_compilation_frees_its_entry_afterwards(made: Made):
+def test_answer_removed_during_grammar_compilation_frees_mask_memory_afterwards(made: Made):
     compiled: Future[list[Matcher]] = Future()
     made.memory.states[7] = AnswerState.PENDING
     made.maker.add_answers([7], compiled)

@@ -78,6 +78,7 @@ def test_model_answers_dialogues_correctly(loaded):
     assert min(right[task] for task in DIALOGUES) >= 7, right
 
 
+@pytest.mark.full
 def test_model_answers_short_tasks_correctly(loaded):
     numbers = ", ".join(map(str, range(1, 21)))
     examples = [Example("count", "Count from 1 to 20", numbers)]
