@@ -298,10 +298,9 @@ def build_fp8(product, seed=0):
     """Return the arguments of FP8 GEMMs: a list of FP8 rows with scales, a list of FP8 weights with
     scales, and an empty tuple.
 
-    The weights together exceed the L2 cache. With block scales, the row scales are stored as
-    [groups, rows], and the GEMM kernel reads this layout. The GEMM op takes [rows, groups]. The
-    timed program therefore transposes the row scales twice, as a serving step does. XLA removes
-    both transpositions.
+    The weights together exceed the L2 cache. With block scales, the row scales have shape
+    [groups, rows], as in a serving step. `measure_fp8` passes the transpose to the GEMM op. The op
+    transposes the row scales back for the GEMM kernel. XLA removes both transpositions.
     """
     num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
     num_rows = max(num_weights, 4 if product.rows > 128 else 32)

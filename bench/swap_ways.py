@@ -18,8 +18,8 @@ from jpaged.runtime.swap import (
 
 
 class Way:
-    """A method to swap chunks of blocks to the host and back. This base class is the method that
-    the engine uses."""
+    """A technique to swap chunks of blocks to the host and back. This base class swaps as the
+    engine does."""
 
     name = "device_put"
 
@@ -114,8 +114,11 @@ class Numpy(Way):
 
 
 class Plain(Way):
-    """A method to time only the transfer. The constructor gathers the blocks in an array. Each swap
-    copies this array to pinned host memory and back to the device."""
+    """A swap without gather and scatter, to time only the transfer.
+
+    The constructor gathers blocks into an array. Each swap copies this array to pinned host memory
+    and back to the device.
+    """
 
     name = "device_put, transfer alone"
 

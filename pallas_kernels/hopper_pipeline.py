@@ -47,7 +47,7 @@ _SNAKE_TILE_WIDTH = 8
 
 
 class Ring(NamedTuple):
-    """The barriers of a program's stages, and the index of the warpgroup that runs the code.
+    """The barriers of a program's pipeline stages, and the index of the current warpgroup.
 
     Attributes:
         full: Barriers on which the loader's copies arrive; one per stage.
@@ -63,7 +63,7 @@ class Ring(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The stage that the loader fills in a step.
+    """The pipeline stage (a buffer in shared memory) that the loader fills in one step.
 
     Attributes:
         index: Index of the stage.
@@ -158,11 +158,14 @@ class Pipeline:
             body()
 
     def load_tiles(self, load):
-        """Fill a stage in each step of each tile.
+        """Copy the operands of all tiles to shared memory, in the loader warpgroup.
+
+        A tile is copied in `num_steps` steps. Each step waits until a pipeline stage (a buffer in
+        shared memory) is free, and starts to fill the stage.
 
         Args:
-            load: Function that takes the location of a tile, a step and its `Stage`, and starts the
-                copies of the step.
+            load: Function that starts the copies of one step. The arguments of `load` are the
+                location of the tile, the index of the step, and the `Stage` to fill.
         """
         full, empty = self.ring.full, self.ring.empty
 

@@ -29,9 +29,9 @@ It keeps the scale of a row of zeros from being 0: the scale is a normal float32
 FP8_PAIR_DTYPE = jnp.uint16
 """The dtype of an FP8 pool, which packs two neighbouring numbers of a head into each element.
 
-The low byte holds the number of the even column. Kernels read two numbers at a time. If the pool
-had the dtype `FP8`, a compiler might copy the whole pool to convert it to pairs. Another reason is
-that XLA cannot scatter `FP8` arrays on a CPU.
+Element i has column 2 * i in the low byte, and column 2 * i + 1 in the high byte. Kernels read two
+numbers at a time. If the pool had the dtype `FP8`, a compiler might copy the whole pool to convert
+the numbers to pairs. Another reason is that XLA cannot scatter `FP8` arrays on a CPU.
 """
 
 FP8_GROUP_SIZE = 128
@@ -112,7 +112,10 @@ class LayerKV(NamedTuple):
 
     @property
     def head_size(self) -> int:
-        """The number of elements of one head (H), even if the pool packs them in pairs."""
+        """The number of elements of one head (H).
+
+        An FP8 pool stores two elements in one uint16. Both elements are counted.
+        """
         return self.k.shape[3] * (2 if self.is_scaled else 1)
 
     @property

@@ -68,8 +68,8 @@ STORE = [
 
 
 def main() -> None:
-    """Adapt all schemas and write the file."""
-    entries = {name: _adapted(*each) for name, each in _published()}
+    """Convert all schemas and write the file."""
+    entries = {name: _converted(*each) for name, each in _published()}
     FILE.write_text(json.dumps(entries, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -101,28 +101,30 @@ def _read(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _adapted(source: str, schema: Any, document: Any) -> dict[str, Any]:
+def _converted(source: str, schema: Any, document: Any) -> dict[str, Any]:
     try:
-        return _written(source, schema, _Adapting(document, excluding=True))
+        return _written(source, schema, _Converter(document, excluding=True))
     except GrammarError:
-        return _written(source, schema, _Adapting(document, excluding=False))
+        return _written(source, schema, _Converter(document, excluding=False))
 
 
-def _written(source: str, schema: Any, adapting: "_Adapting") -> dict[str, Any]:
-    """Adapt a schema, and return the entry for the output file.
+def _written(source: str, schema: Any, converter: "_Converter") -> dict[str, Any]:
+    """Convert a schema, and return the entry for the output file.
 
     Raises:
         GrammarError: a grammar cannot enforce the schema.
     """
-    own = adapting.schema(schema)
-    own = {**own, "$defs": adapting.definitions} if adapting.definitions else own
+    own = converter.schema(schema)
+    own = {**own, "$defs": converter.definitions} if converter.definitions else own
     _GRAMMARS.compile(StructuredOutputs(json=own))
-    return {"source": source, "left_out": sorted(adapting.left_out), "schema": own}
+    return {"source": source, "left_out": sorted(converter.left_out), "schema": own}
 
 
-class _Adapting:
-    """Adapt the schemas of one document, and collect the definitions to which these schemas
-    refer."""
+class _Converter:
+    """Converter of published JSON schemas to schemas that a grammar can enforce.
+
+    `definitions` collects the converted definitions to which the converted schemas refer.
+    """
 
     def __init__(self, document: Any, *, excluding: bool):
         self._document, self._excluding = document, excluding
@@ -177,7 +179,7 @@ class _Adapting:
         return value
 
     def _reference(self, pointer: str) -> str:
-        """Return a reference to the adapted definition; first adapt the definition if necessary."""
+        """Convert the definition unless it is already converted, and return a reference to it."""
         name = re.sub(r"\W", "_", pointer.rpartition("/")[2])
         if name not in self.definitions:
             # This entry ends the recursion if the definition refers to itself.

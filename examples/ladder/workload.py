@@ -84,9 +84,9 @@ class Cost(NamedTuple):
     num_padding_pairs: int  # Number of pairs in which the query or the key is padding.
     # `num_rows_read` counts the keys and values that are read. A key or value has shape [N, H].
     num_rows_read: int
-    num_slots: int  # Number of KV cache slots that the sequences hold.
-    # `scores_at_once` is the maximum number of scores that are in memory at a time. For a kernel,
-    # `scores_at_once` is the maximum of one program instance of the Pallas grid.
+    num_slots: int  # `num_slots` is the number of KV cache slots that the sequences hold.
+    # `scores_at_once` is the maximum number of attention scores in memory at a time. For a Pallas
+    # kernel, `scores_at_once` counts only the scores of one program instance.
     scores_at_once: int
     # The dot products q . k and p . v take one multiplication and one addition per element.
     flops_per_pair: int = 4 * HEAD_SIZE

@@ -149,16 +149,17 @@ class ProgramBuilder:
     def workspace(self, recipes: Iterable[Recipe], while_compiling: Callable[[], None]) -> int:
         """Return the total bytes of temporaries and newly allocated outputs of several programs.
 
-        The store keeps the result. If the store has no result, the programs are compiled. Programs
-        that `while_compiling` adds are traced and lowered after `recipes`, and are compiled only
-        after all `recipes` are compiled. The reason for this order: XLA compiles a Mosaic kernel
-        only while the process compiles nothing else, so `recipes` would otherwise wait for all
-        added programs.
+        The store keeps the result. If the store has no result, the method compiles the programs of
+        `recipes` and calls `while_compiling`, which may add other programs to the builder. The
+        added programs are traced and lowered meanwhile, but not compiled until the programs of
+        `recipes` are compiled. Otherwise, a program of `recipes` with a Mosaic kernel would wait
+        for all added programs: XLA compiles a Mosaic kernel only while the process compiles nothing
+        else.
 
         Args:
-            recipes: Recipes of the programs.
-            while_compiling: Function that is called while `recipes` are compiled. The function may
-                add other programs to the builder.
+            recipes: Recipes of the programs. A recipe is a step function and the shapes of its
+                arguments.
+            while_compiling: Function that is called while the programs of `recipes` are compiled.
         """
         renamed = [recipe.with_unique_name() for recipe in recipes]
 

@@ -59,9 +59,13 @@ class Recipe:
     """Describes one program to compile: the step function, the shapes of its arguments, and
     compiler options.
 
-    With tensor parallelism, `arguments` and `keywords` are shapes of global arrays. `function`
-    takes the shards of one device, and `on_mesh` returns a recipe whose function takes global
-    arrays. A function that calls a user's model takes global arrays itself (`partitioned`).
+    With tensor parallelism, `arguments` and `keywords` are shapes of global arrays. There are two
+    kinds of step functions:
+
+    - A step function of jpaged takes the shards of one device. `on_mesh` wraps the function, so
+      that the wrapper takes global arrays.
+    - A step function that calls a user's model takes global arrays. `partitioned` lets XLA split
+      the program over the devices.
 
     Attributes:
         name: Name of the program: a pair of the step's name and the key of a variant of the step.
@@ -80,8 +84,8 @@ class Recipe:
             logits; None if the program returns no such scores.
         digest: Function that returns a digest of the user's functions that the program calls; None
             if the program has only code of jpaged.
-        out_shardings: Shardings of the results, or a tree prefix of them, of a program that XLA
-            partitions (`partitioned`); None for other programs.
+        out_shardings: Shardings of the results, or a tree prefix of the shardings, if XLA
+            partitions the program (see `partitioned`). None for other programs.
     """
 
     name: ProgramName
@@ -298,10 +302,11 @@ class Recipes:
         }
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Iterate over all recipes. The decode steps and bursts with the fewest tokens come first.
+        """Iterate over all recipes. The programs whose steps have the fewest tokens come first.
 
         Only these programs contain the kernel of a fused layer. XLA compiles this kernel only while
-        the process compiles nothing else, so it is compiled before other programs.
+        the process compiles nothing else. If the programs with the kernel came later, they would
+        wait for all compilations that have already started.
         """
         smallest = self._config.buckets.decode_batch_sizes[0]
 

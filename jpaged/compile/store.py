@@ -175,10 +175,10 @@ def traced_modules() -> list[str]:
 def jax_settings() -> dict[str, Any]:
     """Return the values of JAX's settings in this thread, by name.
 
-    The result leaves out the settings of caches and the options of JAX's device client. Programs do
-    not depend on the settings that are left out, with one exception: the client option for the
-    fraction of device memory. Digests of programs cover this option through the result of
-    `device_memory_bytes`.
+    The result omits cache settings, because compiled programs do not depend on cache settings. The
+    result also omits the options of JAX's device client. The only client option that affects
+    programs is the fraction of device memory. Instead of this option, program digests include the
+    resulting number of bytes (`device_memory_bytes`).
     """
     values = jax.config.values.items()
     return {

@@ -60,8 +60,9 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Insert a request in sort order.
 
-        While the request is queued, its `num_rows` (its maximum number of sequences in a step) must
-        not grow. Otherwise, the `num_rows` of the queue could be too small.
+        `request.num_rows` is the maximum number of sequences of the request in a step. This number
+        must not grow while the request is queued. Otherwise, the sum over all queued requests
+        (`RequestQueue.num_rows`) could be too small.
         """
         name, requests = request.request_id, self._requests
         is_last = not requests or self.last.sort_key < request.sort_key
@@ -132,7 +133,8 @@ class SequenceTable:
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
         """Schedule a copy of each parent's device row to a new device row for the child.
 
-        The next `StepPlan` contains the copies. A parent without a device row is skipped.
+        A device row is the row of a sequence in the arrays on the device. The next `StepPlan`
+        contains the copies. A parent without a device row is skipped.
         """
         for parent, child in forks:
             if parent.has_row:
@@ -142,9 +144,12 @@ class SequenceTable:
     def release_row(self, sequence: Sequence) -> None:
         """Schedule the release of a sequence's device row for the next `StepPlan`.
 
-        Copies of the row that `fork_rows` has scheduled for the same plan are cancelled. The child
-        sequences then join the batch like new sequences, with their whole block tables. A sequence
-        without a device row is ignored.
+        A device row is the row of a sequence in the arrays on the device. A sequence without a
+        device row is ignored.
+
+        `fork_rows` may have scheduled copies of this row to the rows of child sequences for the
+        same plan. These copies are cancelled. The child sequences then join the batch like new
+        sequences, with their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:
@@ -164,7 +169,8 @@ class SequenceTable:
         return changes
 
     def retire(self, sequence: Sequence) -> None:
-        """Release the row of an ended sequence, and free its blocks after the last step in flight.
+        """Release the device row of an ended sequence, and free the sequence's blocks after the
+        last step in flight.
 
         If the call raises an error, another call for the same sequence completes the work.
         """

@@ -136,16 +136,16 @@ class SwapSpace:
         The next `StepPlan` contains the copies. The device executes the copies before a later step
         can overwrite the freed blocks.
         """
-        entries = {block_id: entry for entry, block_id in enumerate(_group_block_ids(request))}
+        indices = {block_id: index for index, block_id in enumerate(_group_block_ids(request))}
         for sequence in request.live_sequences:
-            sequence.host_block_table = [entries[block_id] for block_id in sequence.block_table]
+            sequence.host_block_table = [indices[block_id] for block_id in sequence.block_table]
             is_ended = sequence.num_registered_blocks == REGISTRATION_ENDED
             self._manager.free(sequence)
             sequence.num_registered_blocks = REGISTRATION_ENDED if is_ended else 0
         self._last_swap_entry_id += 1
-        request.swap_entry = SwapEntry(self._last_swap_entry_id, len(entries))
-        self.num_used_host_blocks += len(entries)
-        self._swap_outs.append(SwapOut(self._last_swap_entry_id, tuple(entries)))
+        request.swap_entry = SwapEntry(self._last_swap_entry_id, len(indices))
+        self.num_used_host_blocks += len(indices)
+        self._swap_outs.append(SwapOut(self._last_swap_entry_id, tuple(indices)))
 
     # ---- in
 
@@ -215,7 +215,7 @@ class SwapSpace:
         swap_entry_id = self._remove_entry(request)
         left = [pending for pending in self._swap_outs if pending.swap_entry_id != swap_entry_id]
         if len(left) == len(self._swap_outs):
-            # An earlier plan contains the swap-out. The next plan must therefore drop the entry.
+            # An earlier plan contains the swap-out, so the next plan must drop the swap entry.
             self._dropped.append(swap_entry_id)
         self._swap_outs = left
 
@@ -261,14 +261,14 @@ def _group_block_ids(request: Request) -> dict[int, None]:
 
 
 def _host_block_indices(request: Request) -> set[int]:
-    return {entry for sequence in request.live_sequences for entry in sequence.host_block_table}
+    return {index for sequence in request.live_sequences for index in sequence.host_block_table}
 
 
 def _cached_host_blocks(request: Request, hits: list[list[KVBlock]]) -> dict[int, KVBlock]:
     return {
-        entry: block
+        index: block
         for sequence, blocks in zip(request.live_sequences, hits, strict=True)
-        for entry, block in zip(sequence.host_block_table, blocks, strict=False)
+        for index, block in zip(sequence.host_block_table, blocks, strict=False)
     }
 
 

@@ -189,17 +189,19 @@ class ConstrainedSampler:
         late: SequenceOf[int],
         heavy: Collection[int],
     ) -> bool:
-        """Return whether the step must stop waiting for late masks.
+        """Return whether the step must stop waiting for late masks. A mask is late if the mask
+        worker has not made the mask yet.
 
-        If the function returns True, each row with a late mask skips the step. If a late row cannot
-        skip the step, the request of the row fails.
+        If the function returns True, each row with a late mask skips the step. If a row with a late
+        mask cannot skip the step, the request of the row fails.
 
         Args:
             step: The step to sample.
-            items: Pairs (answer, row) of the step's rows with a grammar.
+            items: Pairs (answer, row), one for each row of the step with a grammar. The answer
+                identifies the grammar's state in the mask worker.
             goal: Scheduling goal of the step.
-            late: Indices in `items` of the answers whose masks are not ready.
-            heavy: Indices in `items` of the late answers whose grammars are slow
+            late: Indices in `items` of the rows with late masks.
+            heavy: Indices in `items` of the rows with late masks and slow grammars
                 (`AnswerState.HEAVY`).
         """
         mask_client, num_rows = self._mask_client, len(step.scheduled)
@@ -207,8 +209,8 @@ class ConstrainedSampler:
         if has_ready_rows:
             is_late = mask_client.seconds_left == 0
         else:
-            # The step waits for the masks of all its rows. Even then, the wait must have a limit,
-            # because new requests can join the batch only after the wait.
+            # The masks of all rows are late, so without a wait the step could sample nothing.
+            # Limit the wait, because new requests can join the batch only after the wait.
             is_late = mask_client.seconds_waited >= mask_client.max_wait_s
         if not is_late:
             may_skip = has_ready_rows and self._is_overlapped
@@ -297,11 +299,11 @@ class WaitBudget:
         """Record that a step has stopped waiting for masks, and measure the duration of a step.
 
         The duration is the time from the end of the previous step's wait to the start of this
-        step's wait. It thus includes no wait for masks.
+        step's wait. The duration thus excludes all waits for masks.
         """
         now = time.perf_counter()
-        # The duration of a step limits the next wait. If the duration included the wait, each wait
-        # would make the next wait longer.
+        # `is_spent` allows a longer wait for masks if a step takes longer. If the duration of a
+        # step included the wait for masks, each wait would make the next wait longer.
         seconds = self._wait_start - self._step_start
         self._step_s = min(max(0.0, seconds), _MAX_STEP_S)
         self._step_start = now

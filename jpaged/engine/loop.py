@@ -141,11 +141,11 @@ class EngineLoop:
             raise RuntimeError(message) from RuntimeError(self._failure)
 
     def advance(self, goal: SchedulingGoal) -> list[RequestState]:
-        """Launch a step or a burst of decode steps, and finish the steps that the previous call
-        launched.
+        """Launch new steps, and finish the steps that the previous call launched.
 
-        To finish a step, wait for the sampled tokens and pass them to the requests. The synchronous
-        loop also finishes the steps that this call launches.
+        The new steps are one step, or a burst (several decode steps in one launch). To finish a
+        step, wait for the sampled tokens and pass the tokens to the requests. The synchronous loop
+        also finishes the steps that this call launches.
 
         Args:
             goal: Goal of the steps. With `SchedulingGoal.THROUGHPUT`, large batches may run as
@@ -256,13 +256,13 @@ class EngineLoop:
         self.is_paused = False
 
     def sleep(self, release: Callable | None) -> None:
-        """Free the pool, and optionally the weights.
+        """Free the KV pool, and optionally the weights.
 
         If requests are unfinished, the engine must be paused. These requests compute all their
         tokens again after `wake_up`.
 
         Args:
-            release: Function that frees the parameters, for `ModelRunner.release_parameters`. None
+            release: Function that frees the weights (see `ModelRunner.release_parameters`). None
                 keeps the weights.
 
         Raises:

@@ -566,8 +566,8 @@ def _write_boxes(
 ) -> jax.Array:
     """Copy this device's boxes (rectangular parts) of an unsharded array into its shard."""
     index = jax.lax.axis_index(MESH_AXIS)
-    # All devices run the same program. Each iteration copies the i-th box of every device, and the
-    # device's mesh index selects the start of its box.
+    # All devices run the same program. In each iteration of the loop, every device copies one box
+    # (rectangular part). The index of the device in the mesh selects where the box starts.
     for device_boxes in zip(*boxes, strict=True):
         starts = jnp.asarray([box.unsharded_start for box in device_boxes], jnp.int32)[index]
         first = device_boxes[0]

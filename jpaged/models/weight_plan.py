@@ -1,6 +1,7 @@
 """Plan how to load a checkpoint: which tensor goes to which parameter of the model.
 
-Before any weight is read, `plan_weights` checks the headers of the files against the model.
+Before any weight is read, `plan_weights` checks the headers of the files against the model. A
+header lists the tensors of a file, with their dtypes and shapes.
 `ModelPlan.load` then calls the loader, and returns the model with its parameters.
 
 If the config ties the output head to the embedding, but the checkpoint holds both, their values are
@@ -220,8 +221,8 @@ def _check_num_layers(
     num_layers = 0
     for tensor in tensors:
         if number := _LAYER_NUMBER.search(tensor.name):
-            # Look up the name of the same tensor in layer 0, because the weight rules have no entry
-            # for layers beyond the number of layers in the config.
+            # Look up the name of the same tensor in layer 0, because no weight rule covers layers
+            # beyond the number of layers in the config.
             rule = rules.find(_LAYER_NUMBER.sub("0", tensor.name, count=1))
             if rule is not None and rule.target and rule.target.startswith("layers.0."):
                 num_layers = max(num_layers, int(number[0]) + 1)

@@ -1,5 +1,5 @@
 """Reports of what has changed in the KV pool since the previous report, for a dashboard that
-samples the pool often.
+updates often.
 
 Unlike the functions in `pool_report.py`, these reports do not examine the whole pool. The first
 call of `PoolWatch.look` takes time proportional to the number of blocks. Each later call takes time
@@ -124,9 +124,9 @@ class PoolWatch:
         scheduler: Scheduler whose blocks and sequences are watched.
         num_token_blocks: Maximum number of blocks whose tokens one call of `look` returns; 0 for
             none. Later calls return the tokens of the remaining blocks.
-        watches: Set that contains the watch until `close` is called or the watch is dropped. For
-            every launched step, the owner of the set must call the method `note` of each watch in
-            the set.
+        watches: Weak set to which the constructor adds this `PoolWatch`. The owner of the set must
+            call the method `note` of each `PoolWatch` in the set for every launched step. `close`
+            removes this `PoolWatch` from the set.
     """
 
     def __init__(
@@ -285,7 +285,8 @@ class PoolWatch:
         self, block: KVBlock, table_position: tuple[Sequence, int] | None
     ) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        # The key consists of the parent entry's id (8 bytes), then the token ids.
+        # The key of a prefix-cache entry consists of the id of the parent's entry (8 bytes), then
+        # the token ids of the block.
         if block.cache_entry is not None:
             return list(unpack_from(f"<{size}i", block.cache_entry.key, 8))
         if table_position is None:

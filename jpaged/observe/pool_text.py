@@ -15,7 +15,9 @@ BLOCKS_PER_LINE = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 holders, * 10 or more  P pinned"
 
-_MAX_TIME_FRACTION = 1 / 10  # maximum fraction of the total time that may be spent on block maps
+_MAX_TIME_FRACTION = 1 / 10
+"""Maximum fraction of the total time that `BusyPoolSampler` spends on reading the state of every
+block."""
 
 
 class PoolReporter(Protocol):
@@ -33,9 +35,9 @@ class PoolReporter(Protocol):
 class BusyPoolSampler:
     """Keeps the latest memory report and block map of a busy engine.
 
-    Each call of `record` gets a memory report from the engine. Getting a block map takes time
-    proportional to the size of the pool. `record` therefore gets a block map only if the number of
-    used blocks has changed, and less often for a large pool.
+    A block map contains the state of every block. Getting a block map takes time proportional to
+    the size of the pool. Each call of `record` gets a memory report from the engine. `record` gets
+    a block map only if the number of used blocks has changed, and less often for a large pool.
 
     Attributes:
         seconds_spent: Total time in seconds that `record` has taken.
@@ -50,7 +52,7 @@ class BusyPoolSampler:
         self._next_map_time = 0.0
 
     def record(self, stats: EngineStats) -> None:
-        """Sample the pool. `stats` are the engine's current statistics."""
+        """Keep a snapshot of the pool's state. `stats` are the engine's current statistics."""
         start = time.perf_counter()
         self._report = self._engine.memory_report()
         if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map_time:
@@ -61,8 +63,8 @@ class BusyPoolSampler:
         self.seconds_spent += time.perf_counter() - start
 
     def format_lines(self) -> list[str]:
-        """Return the latest report and block map as lines of text. Return no lines before the first
-        sample."""
+        """Return the latest memory report and a drawing of all blocks as lines of text. Before the
+        first call of `record`, return an empty list."""
         if self._report is None:
             return []
         return [*describe_report(self._report), *draw_blocks(self._blocks, self._report.block_size)]

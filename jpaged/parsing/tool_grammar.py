@@ -128,8 +128,8 @@ class CallGrammar:
             raise error.with_renamed_fields({"structured_outputs.grammar": "tools"}) from None
 
     def _call_rules(self) -> Iterator[str]:
-        """Yield the rules from `_sequence_rules`, and for each index `i` in `functions`, a rule
-        `call_i` that matches a call of this function."""
+        """Yield the grammar rules that match calls: the rules of `_sequence_rules`, and one rule
+        for each function. The rule `call_i` matches a call of the function `functions[i]`."""
         raise NotImplementedError
 
     @property

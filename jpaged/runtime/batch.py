@@ -320,7 +320,7 @@ class RowTable:
         return seq_id in self._row_by_seq_id
 
     def assign(self, seq_id: int) -> int:
-        """Assign a free row in the arrays on the device to a sequence that joins the batch.
+        """Give a sequence that joins the batch a free row in the arrays on the device.
 
         Tokens of the row are sampled greedily until `set_sampling` is called.
 
@@ -348,7 +348,8 @@ class RowTable:
         return self._row_by_seq_id[seq_id]
 
     def release(self, seq_id: int) -> None:
-        """Free the row, in the arrays on the device, of a sequence that left the batch."""
+        """Free the row that a sequence had in the arrays on the device. Call this method when the
+        sequence has left the batch."""
         self._free_rows.append(self._row_by_seq_id.pop(seq_id))
 
     def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:

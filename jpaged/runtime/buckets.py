@@ -25,9 +25,11 @@ MAX_VERIFY_SEQS = 64
 uses the device fully, so each draft adds nearly as much time as another sequence."""
 
 MAX_BURST_ROWS = 1024
-"""Maximum product of sequences and steps in a burst of more than `SMALL_BATCH_SEQS` sequences. The
-same steps may also be launched one by one, without waiting. The logits of all these steps then
-exist at the same time."""
+"""Maximum of (number of sequences) * (number of steps) in a burst, which is several decode steps in
+one launch. Bursts of at most `SMALL_BATCH_SEQS` sequences have no such limit.
+
+The steps of a burst may also be launched one by one, without waiting. The logits of all these steps
+then exist at the same time."""
 
 MAX_PADDED_LOGITS_SEQS = 256
 """Maximum batch size for which the number of rows of logits is padded to a power of two. Larger
@@ -46,7 +48,8 @@ class Buckets:
     Attributes:
         decode_batch_sizes: Batch sizes of decode steps.
         prefill_shapes: Pairs (number of tokens, number of sequences) of prefill steps.
-        burst_batch_sizes: Batch sizes of bursts, a subset of `decode_batch_sizes`.
+        burst_batch_sizes: Batch sizes of bursts (several decode steps in one launch), a subset of
+            `decode_batch_sizes`.
         verify_batch_sizes: Batch sizes of steps that verify drafts; empty without speculative
             decoding. In a step of the smallest batch size, the rows and their drafts have
             `MIN_SEQS` tokens in total.
@@ -132,7 +135,7 @@ def make_buckets(
         max_num_seqs: Maximum number of sequences in a step.
         max_num_batched_tokens: Maximum number of tokens in a step, at least `max_num_seqs`.
         few_programs: Whether to compile fewer shapes and pad more.
-        burst_steps: Number of steps in a burst; 1 for no bursts.
+        burst_steps: Number of decode steps in one launch (a burst); 1 for no bursts.
         num_drafts: Number of drafts per sequence in a verify step; 0 without speculative decoding.
     """
     decode_batch_sizes = _bucket_sizes(max_num_seqs, MIN_SEQS, _next_decode_bucket)
@@ -168,10 +171,10 @@ def _verify_sizes(
 
 
 def _burst_sizes(decode_batch_sizes: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
-    """Return the batch sizes of bursts; empty if `num_steps` is 1.
+    """Return the batch sizes of bursts. A burst is `num_steps` decode steps in one launch.
 
-    Each size adds two programs to compile, so the result contains only three kinds of decode batch
-    sizes:
+    The result is empty if `num_steps` is 1. Each size adds two programs to compile, so the result
+    contains only three kinds of decode batch sizes:
 
     - The smallest size, because a request often runs alone.
     - The largest size up to `SMALL_BATCH_SEQS`.

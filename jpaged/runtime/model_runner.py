@@ -95,7 +95,7 @@ class ModelRunner:
     """Runs step plans on the device.
 
     Attributes:
-        burst_steps: Number of steps in a burst; 1 for no bursts.
+        burst_steps: Number of decode steps in one launch (a burst); 1 for no bursts.
         programs: Compiled programs that the runner launches.
 
     Args:
@@ -143,7 +143,7 @@ class ModelRunner:
             name: shape for name, shape in shapes.persistent_arrays.items() if name != "peer_header"
         }
         self._pool_shapes = shapes.kv.pool
-        # The arrays that stay on the device, by the steps' argument names.
+        # Maps the names of step arguments to the arrays that stay on the device.
         self._persistent_arrays: dict[str, Any] = _make_zeros(persistent_arrays)
         mesh, has_peers = split.mesh, shapes.peer_header is not None
         self._peer_memory = PeerMemory(mesh) if mesh is not None and has_peers else None
@@ -385,7 +385,7 @@ class ModelRunner:
     def _launch_verification(
         self, plans: list[StepPlan], rows: list[np.ndarray]
     ) -> list[StepHandle]:
-        """Launch one verify step, or a burst of verify steps, and return one handle per plan.
+        """Launch one verify step, or several as one program, and return one handle per plan.
 
         Args:
             plans: The plans. The caller has called `_update_rows` for each plan.

@@ -64,8 +64,9 @@ def wait_for_devices(arrays: Any) -> None:
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
     """Return the shape of `PeerMemory.headers` for a mesh.
 
-    A device's header holds the addresses of the arrays through which the devices exchange data.
-    Return None if no all-reduce kernel supports the mesh's number of devices.
+    Each device has a header: an int array that contains the addresses of the arrays through which
+    the devices exchange data. Return None if no all-reduce kernel supports the mesh's number of
+    devices.
     """
     words = exchange_word_counts(mesh.size, Backend.TRITON)
     return (
@@ -95,12 +96,12 @@ def can_use_peer_memory(devices: Sequence[Any], dtype: DTypeLike) -> bool:
 class PeerMemory:
     """Memory on each device of a mesh, through which all-reduce kernels exchange data.
 
-    A program finds this exchange memory through the header of its device, which holds the addresses
-    of the exchange memory of all devices.
+    Each device has a header, an int array that programs receive as an argument. A header contains
+    the addresses of the exchange memory of all devices.
 
     Attributes:
-        headers: Headers of all devices, concatenated, int32. The array is sharded, so that each
-            device has only the header of this device.
+        headers: Headers of all devices in one int32 array. The array is sharded: each device holds
+            the header for that device.
 
     Args:
         mesh: Devices for which `can_use_peer_memory` is true.

@@ -38,8 +38,8 @@ BLOCK_COPIES_CHUNK = 64
 """Number of blocks that one launch of `copy_blocks_step` copies."""
 
 BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
-"""Sets of sampling features that bursts are compiled for. A burst uses the first of these sets that
-has the features of all rows in the burst."""
+"""Sets of sampling features that bursts (several decode steps in one launch) are compiled for. A
+burst uses the first of these sets that has the features of all rows in the burst."""
 
 
 VERIFY_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED, FULL_LEVEL)
@@ -117,8 +117,8 @@ class DeviceShapes:
     sampling: SamplingState
     hidden: jax.ShapeDtypeStruct
     peer_header: jax.ShapeDtypeStruct | None = None
-    """Peer-memory headers of all devices, concatenated; None if all-reduces do not use peer memory.
-    """
+    """Shape of `PeerMemory.headers`, an int array with the addresses of the memory through which
+    devices all-reduce; None if all-reduces do not use peer memory."""
     is_vocab_sharded: bool = False
     """Whether each device has the logits of only its shard of the vocabulary."""
     row_tokens: RowTokens | None = None
@@ -171,8 +171,8 @@ class DeviceShapes:
 
     @property
     def persistent_arrays(self) -> dict[str, Any]:
-        """Shapes of the arrays that stay on the device between steps, by the argument names of
-        steps."""
+        """Dict from names of step arguments to the shapes of the arrays that stay on the device
+        between steps."""
         persistent_arrays = {
             "state": self.kv,
             "last_tokens": self.last_tokens,
@@ -213,8 +213,8 @@ def sampler_levels(
 
     A batch uses the first of these sets that has the features of all rows in the batch.
 
-    If the vocabulary is split over devices, the sets that need no whole rows of logits come first.
-    With these sets, `sample` does not gather the logits of all devices.
+    Each device may have the logits of only a shard of the vocabulary (`is_vocab_sharded`). The
+    first sets are then the sets that can sample without gathering the logits of all devices.
     """
     levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:

@@ -102,7 +102,7 @@ class StepProgram:
     when a program is traced. A launch passes `packed` and the arguments in `INPUT_SHAPES`.
 
     Attributes:
-        name: Name of the step. With a key, it names a compiled program.
+        name: Name of the step. A pair (name, key) names one compiled program of the step.
         function: The step function.
         results: Names of the function's results. An argument with the name of a result is donated,
             and the result reuses the memory of the argument.
@@ -253,8 +253,11 @@ def _burst_keys(config: RuntimeConfig, shapes: DeviceShapes) -> list[tuple[int, 
 def _verify_keys(
     config: RuntimeConfig, shapes: DeviceShapes
 ) -> list[tuple[int, int, SamplerLevel, Drafter]]:
-    """Return the keys of all programs that verify drafts: one step for every batch size, and bursts
-    for small batch sizes."""
+    """Return the keys that identify the compiled programs of `verify_step`.
+
+    Every batch size has programs that run one step. If `num_scheduler_steps` is above 1, small
+    batch sizes also have programs that run several steps in one launch (bursts).
+    """
     if config.speculation is None:
         return []
     drafter, keys = make_drafter(config.speculation), []
@@ -384,7 +387,8 @@ PROGRAMS: Mapping[str, StepProgram] = {
         ),
     )
 }
-"""Every step that an engine compiles, in compile order. A decode step comes before its bursts.
-Among programs with the same matrix products, the program with the most to autotune comes first."""
+"""Every step that an engine compiles, in compile order. The decode step comes before bursts
+(several decode steps in one launch). Among programs with the same matrix products, the program with
+the most to autotune comes first."""
 
 PLAN_PROGRAMS = tuple(step for step in PROGRAMS.values() if isinstance(step, PlanProgram))

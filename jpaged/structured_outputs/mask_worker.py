@@ -1,7 +1,8 @@
 """The mask worker: a process that compiles grammars, matches tokens and makes masks.
 
 The process runs `main` and shares memory with the engine, which uses
-`mask_client.MaskWorkerClient`. A mask says which tokens an answer's grammar allows next.
+`mask_client.MaskWorkerClient`. An answer is the output of one sequence that must match a grammar. A
+mask says which tokens the grammar of an answer allows next.
 
 llguidance takes 15 to 30 us for most masks. Two cases are slow:
 
@@ -9,8 +10,8 @@ llguidance takes 15 to 30 us for most masks. Two cases are slow:
   a walk through the whole vocabulary, 1 to 2 ms.
 - If a grammar is ambiguous, matching a token may take several milliseconds.
 
-Therefore, the worker makes the masks of all answers in one call as long as no mask is slow. Answers
-that may have slow masks are served one by one in threads (`_WorkerAnswer`).
+Therefore, the worker makes the masks of all answers in one call as long as no mask is slow. Threads
+make the masks that may be slow, one mask at a time (`_WorkerAnswer`).
 """
 
 import faulthandler
@@ -116,7 +117,7 @@ class MaskJob(msgspec.Struct, frozen=True):
 
     Attributes:
         spec: The specification.
-        memory_indices: Entries of the answers in the `MaskMemory`.
+        memory_indices: Index of each answer's entry in the `MaskMemory`.
         ending_ids: Token ids that may end the answers.
     """
 
@@ -153,19 +154,19 @@ class AnswerState(IntEnum):
     states, so a reader who sees a step in the counts also sees the states of the step.
     """
 
-    FREE = 0  # no answer uses the entry, and the worker does not write to it
+    FREE = 0  # no answer uses the memory entry, and the worker does not write to it
     PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
     HEAVY = 2  # like PENDING, but probably slow: a step should run without the answer
-    READY = 3  # the entry has the mask of the next token
+    READY = 3  # the memory entry holds the answer's next mask
     STOPPED = 4  # the answer is complete
-    FAILED = 5  # the answer failed, and the entry has the error
+    FAILED = 5  # the answer failed, and the memory entry holds the error
     DROPPED = 6  # the worker has ended
 
     @property
     def is_pending(self) -> bool:
         """Whether the worker still has work to do for the answer.
 
-        When the work is done, the worker sets the entry to another state.
+        When the work is done, the worker gives the answer another state.
         """
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
@@ -173,8 +174,9 @@ class AnswerState(IntEnum):
 class MaskMemory:
     """Memory that the engine and the mask worker share, with one entry per answer.
 
-    Pages that were never written take no memory. No answer uses entry 0: its mask allows every
-    token. Only the worker writes the masks and errors of the other entries.
+    An entry consists of a state, a mask and an error. No answer uses entry 0: its mask allows every
+    token. Only the worker writes the masks and errors of the other entries. Pages that were never
+    written take no memory.
 
     Attributes:
         fd: File descriptor of the memory.
@@ -244,10 +246,10 @@ class _WorkerAnswer:
     """An answer in the mask worker.
 
     The worker matches the tokens of all answers in one batch, and makes their masks in another. In
-    three cases, a separate thread serves the answer:
+    three cases, a separate thread processes the answer:
 
     - `is_heavy`: for the answer's last token, matching or making the mask took milliseconds.
-    - `is_suspect`: a batch that contained the answer took too long. A thread serves the answer
+    - `is_suspect`: a batch that contained the answer took too long. A thread processes the answer
       once, to measure whether this answer was the cause.
     - `needs_mask_thread`: the answer's last mask was slow, or the next mask must be timed, or the
       lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens and the
@@ -278,7 +280,7 @@ class _WorkerAnswer:
         # Sum over the answer's masks of (CPU seconds of the mask - `bounds.MAX_MEAN_MASK_S`). The
         # sum is set to 0 whenever it becomes negative.
         self.excess_s = 0.0
-        self.is_busy = True  # whether a thread may still write to the answer's entry
+        self.is_busy = True  # whether a thread may still write to the answer's `MaskMemory` entry
         self.is_over = False
 
     @property
@@ -357,16 +359,17 @@ class MaskMaker:
         self._memory, self._notify = memory, notify
         self.answers: dict[int, _WorkerAnswer] = {}
         self._stride = max(1, memory.masks.shape[1] // _MIN_SAMPLED_WORDS)
-        self._lock = threading.Lock()  # guards `is_busy` and `is_over` of the answers
+        # Hold the lock to check `is_busy` or `is_over` of an answer and to act on the result.
+        self._lock = threading.Lock()
         self._num_threads = max(1, min(_MAX_BATCH_THREADS, num_cpus - 1))
         self._executor = LLExecutor(self._num_threads)
         self._single_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         self._heavy_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         num_alone, num_heavy = max(2, min(_MAX_ANSWER_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
         self._heavy_executor = LLExecutor(num_heavy)
-        # Rebuilding a lexer takes long, and is done in threads of `GrammarCompiler`. Two threads
-        # take answers from `_rebuild_queue` and wait for the new lexers. Meanwhile, the threads of
-        # the other queues serve other answers.
+        # `_rebuild_queue` contains answers that need a new lexer. `GrammarCompiler` builds lexers
+        # in separate threads, which takes long. Only the two threads of `_rebuild_queue` wait for
+        # lexers. Meanwhile, the threads of the other two queues make masks of other answers.
         self._rebuild_queue: SimpleQueue[_AnswerJob] = SimpleQueue()
         for queue, count in ((self._single_queue, num_alone), (self._heavy_queue, num_heavy)):
             for _ in range(count):
@@ -380,7 +383,7 @@ class MaskMaker:
         """Add answers, and make their first masks when `compiled` is done.
 
         Args:
-            memory_indices: Entries of the answers in the shared memory.
+            memory_indices: Index of each answer's entry in the `MaskMemory`.
             compiled: Future whose result is a list with one matcher per answer.
         """
         answers = [_WorkerAnswer(memory_index) for memory_index in memory_indices]
@@ -391,7 +394,7 @@ class MaskMaker:
         """Match one token per answer and make the masks that follow.
 
         Args:
-            memory_indices: Entries of the answers in the shared memory, int32 [n].
+            memory_indices: Index of each answer's entry in the `MaskMemory`, int32 [n].
             tokens: One token per answer, int32 [n]. A negative token means that none was sampled.
         """
         start, states = time.perf_counter_ns(), self._memory.states
@@ -616,7 +619,7 @@ class MaskMaker:
         return seconds
 
     def _finish_job(self, answer: _WorkerAnswer, error: BaseException | None) -> None:
-        """Set an answer's state after a thread has served the answer."""
+        """Set an answer's state when a thread's work for the answer is done or has failed."""
         with self._lock:
             answer.is_busy = False
             if answer.is_over:
@@ -695,7 +698,7 @@ def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -
     job_decoder = msgspec.json.Decoder(MaskJob)
     maker = MaskMaker(memory, notify, len(os.sched_getaffinity(0)))
     gc.collect()
-    gc.freeze()  # later collections skip the vocabulary
+    gc.freeze()  # later garbage collections skip the vocabulary
     while (message := receive(sock)) is not None:
         kind, count = _HEADER.unpack_from(message)
         if kind == MaskMessageKind.TOKENS:

@@ -210,7 +210,10 @@ class Matcher:
         return self.is_constrained and not self.needs_lexer and token_id not in self.ending_ids
 
     def _match_opening_tag(self, token_id: int) -> bool:
-        """Return whether a token continues the opening tag. Otherwise, there is no reasoning."""
+        """Return whether a token continues the tag that opens the reasoning, such as `<think>`.
+
+        If the token does not continue the tag, the answer has no reasoning.
+        """
         if token_id != self._opening_tag_ids[self._num_opening_tokens]:
             self._is_in_opening_tag, self._reasoning_tail = False, None
             return False

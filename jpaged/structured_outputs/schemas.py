@@ -483,7 +483,7 @@ DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "o
 
 
 class _SatisfiabilityCheck:
-    """Finds JSON schemas that no finite JSON value matches.
+    """Finds JSON schemas that no JSON value of finite size matches.
 
     For example, an object that must contain another object of the same schema would be infinite.
 
@@ -505,7 +505,8 @@ class _SatisfiabilityCheck:
         }
 
     def check(self) -> None:
-        """Raise ValueError if any of the schemas matches no finite value."""
+        """Raise ValueError if a schema matches no JSON value, or only values that are nested
+        without end."""
         users: dict[int, set[int]] = {key: set() for key in self._schemas}
         for key, (path, schema) in self._schemas.items():
             for it in self._deciding_schemas(path, schema):

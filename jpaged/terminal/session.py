@@ -177,7 +177,7 @@ def converse(session: Session) -> int:
     """Read messages from the terminal and answer each one, until Ctrl-D. Return the exit code.
 
     Ctrl-C during an answer only ends the answer. If an answer fails, the error is printed, and the
-    conversation continues without the message.
+    conversation continues as if the user had not sent the message.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (the import adds line editing and history to input())

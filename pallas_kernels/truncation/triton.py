@@ -198,9 +198,10 @@ def _later_trials(row, interval):
 
 
 def _load_interval(row, refs, row_index, step):
-    """Return the row's search interval at the start of launch `step`.
+    """Return the interval that contains a row's threshold, the lowest logit that the row keeps.
 
-    `refs` are the outputs of the previous launch.
+    Kernel launches narrow this interval. `step` is the index of the current launch, from 0. `refs`
+    are the outputs of the previous launch.
     """
     # The target of top-p is unknown until the first launch has summed all probabilities.
     before = _SearchInterval(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))

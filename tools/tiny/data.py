@@ -273,10 +273,10 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Return a replacement for `document`, which has more tokens than the remaining `room`.
+        """Return a single question if `room` is over 64 tokens; otherwise return `document`.
 
-        If `room` is over 64, return a single question, which may fit. Otherwise return `document`,
-        which then begins a new row.
+        The current row has `room` free tokens, and `document` has more tokens than that. The
+        question may fit into the current row. `document` begins a new row.
         """
         return self.short() if room > 64 else document
 

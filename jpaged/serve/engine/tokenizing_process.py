@@ -262,7 +262,9 @@ def main(control: socket.socket) -> int:
     processes.send(control, _encode(None))
     decoder = msgspec.msgpack.Decoder(StartFork | EndFork)
     gc.collect()
-    gc.freeze()  # so that a garbage collection in a fork does not copy the shared memory pages
+    # Exclude the existing objects from later garbage collections. A collection in a fork would
+    # write to these objects, and Linux would then copy the memory pages that all forks share.
+    gc.freeze()
     pids: dict[int, int] = {}
     while (payload := processes.receive(control, files := list[int]())) is not None:
         match decoder.decode(payload):

@@ -213,9 +213,10 @@ class EngineWorker:
         engine, arguments, error = self._engine, dict(command.arguments), None
         folder = arguments.pop("path", None)
         is_wait = command.action == "pause" and arguments.get("mode") == "wait"
-        # Delay a pause with mode="wait" only if the engine can run steps. Otherwise, call
-        # `Engine.pause` now, which raises an error if requests are unfinished. `Engine.pause` also
-        # raises an error for mode="wait" with `recompute`, so do not delay that call either.
+        # With mode="wait", call `Engine.pause` only when all requests have ended. There are two
+        # exceptions, in which `Engine.pause` is called immediately. First, an engine that cannot
+        # run steps would never end its requests: `Engine.pause` raises an error if requests are
+        # unfinished. Second, `Engine.pause` raises an error for mode="wait" with `recompute`.
         if is_wait and engine.can_advance and not arguments.get("recompute"):
             self._pending_pause = command
             return
