@@ -133,7 +133,10 @@ class Decoder:
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Admit requests, launch decode steps, read older launches; return the ended requests."""
+        """Admit requests, launch decode steps, and read the tokens of earlier launches.
+
+        Return the requests that these tokens complete.
+        """
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:

@@ -202,7 +202,8 @@ def measure(
     row |= {f"{kernel} us": busy[kernel] for kernel in (*KERNELS, "other")}
     total = sum(busy.values())
     row |= {"kernels us": total, "layer us": span, "share of floor": floor / total}
-    return row | {"mark": MARKS.get(num_tokens) if weight_format == "bfloat16" else None}
+    has_mark = weight_format == "bfloat16" and not skew
+    return row | {"mark": MARKS.get(num_tokens) if has_mark else None}
 
 
 def main():
@@ -226,8 +227,10 @@ def main():
         for num_tokens in arguments.tokens
     ]
     print_table(rows)
-    name = "experts_skewed" if skew else "experts"
-    print(record(name, rows, bandwidth=arguments.bandwidth))
+    name, by = (
+        ("experts_skewed", ("model", "weights", "tokens", "skew")) if skew else ("experts", ())
+    )
+    print(record(name, rows, by=by, bandwidth=arguments.bandwidth))
 
 
 if __name__ == "__main__":

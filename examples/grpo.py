@@ -11,8 +11,8 @@ four parts:
    answer is the share of the sorted list before the first wrong number.
 4. `engine.update_weights` gives the new weights to the engine. Nothing is compiled again.
 
-The engine is batch-invariant, so parts 1 and 2 give log-probabilities with the same bits. The
-forward of the trainer is plain JAX, and rounds differently. Each step prints both differences.
+The engine is batch-invariant, so parts 1 and 2 give log-probabilities with the same bits. Part 3
+uses plain JAX, which rounds differently. Each step prints how far parts 2 and 3 are from part 1.
 """
 
 import argparse
@@ -69,8 +69,8 @@ class StepResult(NamedTuple):
 
 
 class CausalAttention:
-    """Replace the object `step` that the engine passes to a model's `forward`. Compute attention
-    over one whole sequence, without a KV cache."""
+    """Replacement for the object `step` that the engine passes to a model's `forward`. It computes
+    attention over one whole sequence, without a KV cache."""
 
     def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Return causal attention: every token attends to itself and to the tokens before it."""
@@ -79,7 +79,7 @@ class CausalAttention:
 
 
 def make_question(rng: random.Random) -> tuple[str, list[str]]:
-    """Return a prompt and the sorted numbers."""
+    """Return a prompt with random numbers to sort, and the sorted numbers."""
     numbers = rng.sample(range(1, 1000), 12)
     return f"Sort {', '.join(map(str, numbers))}\n", [str(it) for it in sorted(numbers)]
 
@@ -118,7 +118,7 @@ def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iterator[StepResult]:
-    """Yield the result of each step."""
+    """Train the bundled model, and yield the result of each step."""
     model, params = load(EMBEDDED_MODEL)
     options: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": num_prompts * num_samples}
     engine = Engine(None, dtype="float32", max_model_len=MAX_LEN, **options)
@@ -187,7 +187,7 @@ def plot(results: list[StepResult], path: Path) -> None:
 
 
 def main() -> None:
-    """Print the result of each step."""
+    """Train the bundled model, and print the result of each step."""
     parser = argparse.ArgumentParser(description="Train the bundled model to sort 12 numbers.")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=8, help="questions per step")

@@ -1,4 +1,4 @@
-"""Serve a Llama of marin-levanter from its Equinox module: `python -m examples.levanter_llama`."""
+"""Serve a Llama of marin-levanter, an Equinox module: `python -m examples.levanter_llama`."""
 
 import equinox as eqx  # type: ignore
 import haliax as hax  # type: ignore
@@ -41,14 +41,14 @@ def adapt(model: "llama.LlamaLMHeadModel") -> tuple[JaxModel, "llama.LlamaLMHead
 
 
 def small_model() -> "llama.LlamaLMHeadModel":
-    """Return a random model."""
+    """Return a small model with random weights."""
     sizes = {"max_seq_len": 128, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2}
     config = llama.LlamaConfig(**sizes, num_heads=4, num_kv_heads=2, initializer_range=0.5)
     return llama.LlamaLMHeadModel.init(hax.Axis("vocab", 64), config, key=jax.random.key(0))
 
 
 def own_logits(model: "llama.LlamaLMHeadModel", tokens: jax.Array) -> jax.Array:
-    """Return the logits [T, V] of the model's own forward."""
+    """Return the logits [T, V] that levanter computes without jpaged."""
     found = model(hax.named(tokens, "position"), AttentionMask.causal())
     return found.rearrange(("position", "vocab")).array
 

@@ -8,9 +8,9 @@
                                reads the prompt     └──► Replica ──► engine's process, its GPUs
 
 A `Replica` runs the application of `python -m jpaged.serve` with one engine, so the API, streams
-and errors are the same. Ray handles the connections; docs/operators.md lists the flags without
-effect. Ray restarts failed replicas, checks health, drains replicas that it removes, and adds
-replicas while requests wait.
+and errors are the same. Ray handles the connections, so some flags of the server have no effect:
+see docs/operators.md. Ray restarts failed replicas, checks health, drains replicas that it removes,
+and adds replicas while requests wait.
 
 Ray's proxy would choose a replica from the headers, before the body with the prompt arrives. So the
 proxy calls the `Front`, which reads the body and calls a replica through a handle. The handle's
@@ -176,12 +176,12 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record which replica took a request; usually it is the best one."""
+        """Record which replica took a request: usually the first replica of `choose_replicas`."""
         self._in_flight[pending_request.metadata.internal_request_id] = replica_id.unique_id
         self._memory.note(_pieces_of_call(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Subtract a finished or failed request from the load of its replica."""
+        """Remove a finished or failed request from the load of its replica."""
         self._in_flight.pop(internal_request_id, None)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

@@ -1,6 +1,6 @@
 """Choose the replica for a request, and the number of replicas. This module does not need Ray.
 
-A replica caches the KV of prompt prefixes. To ask every replica about every request would be slow,
+A replica caches the KV of prompt prefixes. Asking every replica about every request would be slow,
 so the router remembers the prefixes that it sent to each replica. A prompt is cut into pieces of 64
 bytes. The digest of a piece covers the piece and all earlier pieces, so it identifies a prefix.
 """
@@ -19,10 +19,10 @@ MAX_PIECES = 1024
 """Maximum number of pieces per prompt. The router ignores text after the first 64 KiB."""
 
 MAX_EXTRA_LOAD = 16
-"""Maximum of (requests in flight of a preferred replica - those of the least loaded replica)."""
+"""A replica comes last if its requests in flight exceed the lowest number by more than this."""
 
 WAITING_PER_REPLICA = 4
-"""If more requests than this number wait per replica, a replica is added."""
+"""If more requests than this number wait per replica, replicas are added."""
 
 
 class _Asked(msgspec.Struct):
@@ -62,8 +62,8 @@ def pieces_of(body: bytes, owner: bytes = b"") -> list[bytes]:
 
 
 class PrefixMemory:
-    """Remember which replicas have received which prompt prefixes. A prompt is a sequence of pieces
-    of equal length. A digest identifies the prefix that ends with a piece.
+    """Record of the prompt prefixes that each replica received. A prompt is a sequence of pieces of
+    equal length. A digest identifies the prefix that ends with a piece.
 
     Args:
         max_pieces: Maximum number of prompt pieces that are remembered. The least recently used
@@ -87,12 +87,12 @@ class PrefixMemory:
         A replica that knows a longer prefix comes first, then one with a lower load, then one that
         was used less recently. A replica whose load is more than `max_extra_load` above the lowest
         load comes last. Another replica then computes the prefix again. That takes less time than
-        to wait in the queue, and later requests can use both replicas.
+        waiting in the queue, and later requests can use both replicas.
 
         Args:
             pieces: Digests from `pieces_of`.
             loads: Number of requests in flight, by replica.
-            max_extra_load: Maximum of (load of a replica - load of the least loaded replica).
+            max_extra_load: Maximum of (load - lowest load) of a replica that does not come last.
         """
         known = self._num_known(pieces, loads)
         limit = min(loads.values(), default=0) + max_extra_load
@@ -139,8 +139,8 @@ def num_replicas(current: int, num_waiting: float, busy: float) -> int:
     """Return the number of replicas that should run.
 
     The number rises if more than `WAITING_PER_REPLICA` requests wait per replica. The number falls
-    by one if no request waits, and if one replica less would still leave more than half of the
-    batch rows free.
+    by one if no request waits, and if more than half of the batch rows would still be free with one
+    replica less.
 
     Args:
         current: Current number of replicas.

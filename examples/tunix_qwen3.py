@@ -1,4 +1,4 @@
-"""Serve a Qwen3 of google-tunix 0.1.7 from its NNX state: `python -m examples.tunix_qwen3`."""
+"""Serve a Qwen3 of google-tunix 0.1.7, an NNX module: `python -m examples.tunix_qwen3`."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ def adapt(model: "qwen3.Qwen3", max_positions: int = 4096) -> tuple[JaxModel, nn
     """Wrap a Qwen3 of tunix for an engine of jpaged.
 
     Returns:
-        A `JaxModel`, and its parameters. The parameters are the NNX state of `model`. They share
-        the arrays of `model` without a copy.
+        A `JaxModel`, and its parameters. The parameters are the NNX state of `model`. The state
+        shares the arrays of `model` without a copy.
     """
     definition, state = nnx.split(model)
     config = model.config
@@ -41,7 +41,7 @@ def adapt(model: "qwen3.Qwen3", max_positions: int = 4096) -> tuple[JaxModel, nn
 
 
 def small_model() -> "qwen3.Qwen3":
-    """Return a random model with tied embeddings."""
+    """Return a small model with random weights and tied embeddings."""
     sizes = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 48, "num_heads": 4}
     heads = {"head_dim": 16, "num_kv_heads": 2, "rope_theta": 1_000_000, "norm_eps": 1e-6}
     config = qwen3.ModelConfig(**sizes, **heads, use_tied_embedding=True)

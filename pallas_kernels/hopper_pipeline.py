@@ -279,9 +279,9 @@ def tiles_of_program(program, num_programs, num_tiles):
 
 
 def snake_tile(grid, program, num_programs, index):
-    """Return the position (row, column) of a program's tile number `index`, counted in tiles.
+    """Return the tile row and the tile column of the `index`-th tile that a program computes.
 
-    `grid` is the number of tiles along the rows and along the columns of the output. Concurrent
+    `grid` holds the number of tile rows and the number of tile columns of the output. Concurrent
     programs get neighbouring tiles, so that most reads hit the L2 cache.
     """
     tile = program + index * num_programs

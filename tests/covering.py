@@ -34,7 +34,8 @@ def covering(
     Args:
         axes: The values of each option, plain or as `pytest.param` with an id and marks.
         strength: 2 if the set must contain every pair of values of two options. 1 if the set must
-            only contain every value of each option.
+            only contain every value of each option. 0 if the set must only contain one combination,
+            unless `keep` chooses some.
         keep: Function of the values of a combination. If it returns True, the combination is in the
             covering set.
     """
@@ -62,7 +63,8 @@ def _as_param(value: Any) -> Any:
 
 
 def _tuples(combination: Sequence[int], strength: int) -> set[tuple[tuple[int, int], ...]]:
-    """Return each pair of values in `combination`, or each single value if `strength` is 1.
+    """Return each pair of values in `combination` if `strength` is 2, and each single value if
+    `strength` is 1. If `strength` is 0, return an empty tuple only.
 
     A value is represented by two numbers: the index of the option, and the index of the value.
     """

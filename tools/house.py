@@ -137,7 +137,10 @@ def _public_names(file: Path) -> dict[str, str]:
 
 
 def component_of(module: str) -> str | None:
-    """Return the component that contains a module, or None for `jpaged` itself."""
+    """Return the component that contains a module, or None for `jpaged` itself.
+
+    A component is a folder or file directly in `jpaged/`, or the package `pallas_kernels`.
+    """
     package, *inner = module.split(".")
     if package != "jpaged":
         return package
@@ -147,7 +150,8 @@ def component_of(module: str) -> str | None:
 def component_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
     """Map each component to the components that it imports.
 
-    If `typed` is true, imports under TYPE_CHECKING count too.
+    A component is a folder or file directly in `jpaged/`, or the package `pallas_kernels`. If
+    `typed` is true, imports under TYPE_CHECKING count too.
     """
     graph: dict[str, set[str]] = {}
     for it in imports:

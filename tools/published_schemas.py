@@ -7,10 +7,10 @@ The schemas are from Kubernetes 1.31 and SchemaStore (both Apache 2.0), and Jupy
 The SchemaStore schemas are those that check-jsonschema ships. The tool changes each schema:
 
 - It removes annotations and keywords that grammars do not enforce.
-- Strings, arrays, maps and integers without a bound get one.
+- It adds bounds to strings, arrays, maps and integers that have none.
 - Objects with properties allow no other properties.
 - A schema that allows any value becomes a short string or an integer.
-- `oneOf` becomes `anyOf` where the cases do not exclude each other.
+- `oneOf` becomes `anyOf` if its subschemas do not exclude each other.
 
 `left_out` of an entry lists the removed keywords, other than annotations.
 """
@@ -44,7 +44,7 @@ INSTALL = "pip install check-jsonschema kubernetes-validate nbformat"
 ENTRIES = 1
 """Maximum number of entries that the tool adds to unbounded maps.
 
-With more entries, a generated map could have the same name twice.
+With more entries, a generated map could contain the same name twice.
 """
 
 KUBERNETES = [
@@ -134,9 +134,9 @@ class _Converter:
     def schema(self, schema: Any, *, is_part: bool = False) -> Any:
         """Return a schema that a grammar can enforce, with limits on lengths and numbers.
 
-        Set `is_part` if `schema` is an item of `anyOf`, `oneOf` or `allOf` in a schema that has
-        "properties". Such an item gets limits only if it is a string. The enclosing schema gets the
-        other limits.
+        Set `is_part` for a subschema in `anyOf`, `oneOf` or `allOf` whose parent schema has
+        "properties". Only strings in the subschema then get a limit. A limit on objects could
+        exclude properties of the parent.
         """
         if schema is True or schema == {}:
             return {"type": ["string", "integer"], **_bounds({"string", "integer"}, {})}

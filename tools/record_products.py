@@ -1,12 +1,12 @@
-"""Record XLA's autotuning results for published shapes on this machine's GPU.
+"""Record XLA's autotuning results for the shapes of published models on this machine's GPU.
 
     python -m tools.record_products
 
 XLA times several implementations of each GEMM and fusion on the device. This takes most of a cold
-start, and concurrent compilation makes the timings worse. The tool compiles the programs with GEMMs
-one by one, and records the results. Then an engine with the same model shape starts in one process
-and compiles the other programs. Without the recorded GEMMs, the engine would measure only a few
-GEMMs. The results replace the record in `jpaged/assets/autotuning/` for this kind of device and
+start, and concurrent compilation makes the timings worse. So the tool first compiles the programs
+with GEMMs one by one, and records the results. An engine without these results would time only a
+few GEMMs. Then an engine with the same model shape starts in one process and compiles the other
+programs. The results replace the record in `jpaged/assets/autotuning/` for this kind of device and
 these versions of XLA and cuBLAS. `jpaged.compile.gemm_autotuning` reads the record when an engine
 starts.
 """

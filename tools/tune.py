@@ -3,12 +3,14 @@
     python -m tools.tune                        sweep every op and print the results
     python -m tools.tune --op decode --write    also write pallas_kernels/tuned/<device kind>.json
 
-The JSON file contains a table of launch parameters. An entry of the table is for one op, head size
-and item size. For all batches, the values in the entry replace those that the heuristic chooses. A
-candidate is a possible entry. With a candidate, the op must give the results of the reference on
-small inputs. The candidate must be faster than the heuristic by `MIN_GAIN` in the geometric mean of
-all cases, and at most `MAX_LOSS` slower in any case. If no candidate qualifies, the entry is empty,
-so the heuristic chooses. The server only reads the table, and never tunes.
+A function of each kernel (the heuristic) computes the default launch parameters for a batch. The
+JSON file contains a table of other launch parameters. An entry of the table is for one op, head
+size and item size, and its values replace the defaults for all batches.
+
+A candidate is a possible entry. With a candidate, the op must give the results of the reference on
+small inputs. The candidate must be faster than the defaults by `MIN_GAIN` in the geometric mean of
+all cases, and at most `MAX_LOSS` slower in any case. If no candidate qualifies, the entry is empty.
+The server only reads the table, and never tunes.
 """
 
 import argparse
@@ -85,7 +87,7 @@ def write(path: Path, table: dict) -> None:
 
 
 def report(op: Op, outcomes: list[Outcome], top: int = 10) -> None:
-    """Print the `top` fastest candidates, the rejected candidates and the chosen one."""
+    """Print up to `top` of the fastest and of the rejected candidates, and the chosen candidate."""
     rejected = [outcome for outcome in outcomes if outcome.rejected]
     print(f"{op.name}: {len(outcomes)} distinct candidates, {len(rejected)} rejected")
     for outcome in sorted(outcomes, key=lambda o: o.mean)[:top]:

@@ -1,6 +1,7 @@
-"""The ops that `tools.tune` sweeps: fields, cases to time, and small cases to check.
+"""The ops that `tools.tune` tunes, with their launch parameters, benchmark cases and check cases.
 
-A case has a state (the pools), which the op updates in place, and arguments. All values are random.
+A case has a state (the KV pool), which the op updates in place, and arguments. All values are
+random.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ Made = tuple[Any, tuple]
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark case: an op with inputs of one size.
+    """An op with inputs of one size: large inputs to time, or small inputs to check the results.
 
     Attributes:
         make: Function that takes a seed and returns (state, arguments).
@@ -47,7 +48,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """An op with an entry in the tables of `pallas_kernels.tuning`, and the fields to sweep."""
+    """An op with an entry in the tables of `pallas_kernels.tuning`.
+
+    Attributes:
+        grid: The values to try of each launch parameter, by name.
+        cases: Cases to time.
+        checks: Small cases whose results are compared with the reference.
+        tolerance: Maximum absolute or relative error of a result.
+    """
 
     name: str
     head_size: int
@@ -65,8 +73,10 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax
 def _attention_inputs(
     batch: int, context: int, tokens: int, heads: tuple[int, int], head_size: int, dtype: str
 ) -> Callable[[int], Made]:
-    """Return a function `make` for `Case`. It makes `batch` sequences with `context` cached tokens
-    each. Each sequence also has `tokens` new tokens; 0 means a decode step.
+    """Return a function for `Case.make`, which makes the inputs of `batch` equal sequences.
+
+    Each sequence has `context` cached tokens and `tokens` new tokens. 0 new tokens mean a decode
+    step.
     """
     seq_len = context + tokens
     width = -(-seq_len // BLOCK_SIZE)

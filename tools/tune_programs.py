@@ -29,7 +29,7 @@ def using(op: Op, override: Override) -> Iterator[list]:
     The override applies to the whole process, so only one candidate can be traced at a time.
 
     Yields:
-        A list to which each configuration that is chosen for the op is appended.
+        A list. Each time launch parameters are chosen for the op, they are appended to the list.
     """
     original, chosen = tuning.apply_tuned_config, []
 
@@ -100,7 +100,8 @@ def compile_all(
     """Compile programs on several threads, which works because XLA releases Python's GIL.
 
     Returns:
-        The compiled programs; and the exceptions of the programs that failed to compile.
+        The compiled programs, and the exceptions of the programs that failed to compile. Both have
+        the keys of `lowered`.
     """
 
     def attempt(one: Lowered) -> Compiled | Exception:
@@ -119,7 +120,11 @@ def compile_all(
 
 @dataclasses.dataclass
 class Inputs:
-    """States and arguments for the programs of a case; a program consumes and replaces states."""
+    """Inputs of the timed programs of a benchmark case: a state and arguments for each call.
+
+    A state contains the arrays that the op updates, such as the KV pool. A program donates the
+    states and returns new states, which replace the donated ones.
+    """
 
     states: list
     arguments: list
@@ -139,7 +144,7 @@ class Inputs:
 
 
 def seconds_a_call(program: Callable, inputs: Inputs, repeats: int = 5) -> float:
-    """Return the median seconds of one call of the case, in a program from `lower_loop`."""
+    """Return the median time in seconds of one call of the op in a program from `lower_loop`."""
     inputs.run(program, 1)
     launches = max(1, round(BLOCK_SECONDS / inputs.run(program, 3)))
     taken = [inputs.run(program, launches) for _ in range(repeats)]

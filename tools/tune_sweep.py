@@ -76,8 +76,8 @@ class Trial:
 
     Attributes:
         override: The fields that the candidate replaces; empty for the defaults.
-        programs: Key of each case's program: the text of the program, or a description if
-            lowering failed.
+        programs: The string that identifies the program of each case. The string is the lowered
+            text of the program, or a description if lowering failed.
     """
 
     override: Override
@@ -96,7 +96,8 @@ def sweep(
         clock: Function that takes a compiled program and inputs, and returns the seconds of a call.
 
     Returns:
-        An outcome for each candidate, without candidates that have the same programs as others.
+        An outcome for each candidate whose programs differ from the programs of earlier candidates
+        and of the defaults.
 
     Raises:
         RuntimeError: the kernel fails with the default launch parameters.
@@ -120,7 +121,8 @@ class Sweep:
 
     Attributes:
         heuristic: The default launch parameters, with which the candidates are compared.
-        candidates: The candidates. `lower` removes those with the same programs as others.
+        candidates: The candidates. `lower` removes each candidate whose programs are the programs
+            of an earlier candidate or of the defaults.
         faults: Error messages of failed programs, by the key of the program.
     """
 

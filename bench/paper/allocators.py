@@ -137,9 +137,9 @@ class OrcaMax(BlockManager):
         most = self.num_blocks_for(max_model_len)
         if 1 << _order_of(most) > self.ranges.longest:
             raise ValueError(
-                f"max_model_len={max_model_len} needs {most} contiguous blocks of {block_size} "
-                f"slots, but num_blocks={num_blocks} is too small: raise num_blocks, or lower "
-                "max_model_len"
+                f"max_model_len={max_model_len} needs {1 << _order_of(most)} contiguous blocks of "
+                f"{block_size} slots, but with num_blocks={num_blocks}, at most "
+                f"{self.ranges.longest} are contiguous: raise num_blocks, or lower max_model_len"
             )
 
     def num_reserved_slots(self, request: Request) -> int:

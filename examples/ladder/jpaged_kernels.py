@@ -1,8 +1,8 @@
 """The top of the ladder: the same workload with jpaged's ragged prefill kernel.
 
 `paged_prefill_attention` is a fast version of rung 5. The tiles are larger, and several query heads
-share one read of a key head (GQA). Masks apply only on the diagonal, and several tiles of keys are
-in flight. The cost is computed as in rung 5, with the tile size of the traced program.
+share one read of a key head (GQA). Only tiles on the diagonal are masked. The next tiles of keys
+are loaded during the computation. The cost is computed as in rung 5, with the kernel's tile size.
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,8 @@ So the loop rescales the running sum and output by e^(old - new), and adds the b
 and multiplied once, as in rung 1, and only one block's scores exist at a time. This loop is the
 core of FlashAttention and of jpaged's attention kernels.
 
-One problem remains: each block of each sequence takes a call, which is too small to keep a device
-busy. Rung 4 computes all sequences in one call.
+One problem remains: each block of each sequence needs a call, and a call is too small to keep a
+device busy. Rung 4 computes all sequences in one call.
 """
 
 import jax

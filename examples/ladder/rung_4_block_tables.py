@@ -60,7 +60,7 @@ def attend(q, k_pool, v_pool, block_tables, sequence, position):
 def cost(work: Workload) -> Cost:
     """Return the cost of one call.
 
-    It takes M steps, each with one block and Lmax queries of every sequence.
+    The call takes M steps, each with one block and Lmax queries of every sequence.
     """
     num_slots_read = len(work.lengths) * -(-max(work.lengths) // BLOCK_SIZE) * BLOCK_SIZE
     num_pairs = num_slots_read * max(work.lengths)

@@ -48,7 +48,7 @@ def kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref):
     head, tile = pl.program_id(0), pl.program_id(1)
     sequence, first_row, first_position, num_rows = (tiles_ref[tile, i] for i in range(4))
     rows, slots = jnp.arange(TILE), jnp.arange(BLOCK_SIZE)
-    # A tile may have fewer than TILE rows. The results of the other rows of q are not stored.
+    # Load TILE rows of q. The results of rows that do not belong to the tile are not stored.
     window = (pl.ds(first_row, TILE), head, slice(None))
     q = q_ref[window]
 

@@ -79,9 +79,9 @@ class Workload(NamedTuple):
 class Cost(NamedTuple):
     """Cost of one version of attention. A pair is one query and one key, with all heads."""
 
-    calls: int  # Number of calls from Python to the device.
-    num_pairs: int  # Number of pairs whose scores are computed, including pairs with padding.
-    num_padding_pairs: int  # Number of pairs in which the query or the key is padding.
+    calls: int  # `calls` is the number of calls from Python to the device.
+    num_pairs: int  # `num_pairs` counts the pairs whose scores are computed, including padding.
+    num_padding_pairs: int  # `num_padding_pairs` counts the pairs whose query or key is padding.
     # `num_rows_read` counts the keys and values that are read. A key or value has shape [N, H].
     num_rows_read: int
     num_slots: int  # `num_slots` is the number of KV cache slots that the sequences hold.

@@ -88,7 +88,8 @@ def calibrate(
         raise CheckpointError(f"{source} already has scales of keys and values: load it as it is")
     if (source / SCALES_FILE_NAME).exists():
         raise CheckpointError(
-            f"{source} already has a file {SCALES_FILE_NAME}, which calibration writes: rename it"
+            f"{source} contains {SCALES_FILE_NAME}: rename this file, because calibration writes a "
+            "file of that name"
         )
     if length < 2:
         raise ValueError(f"length={length} must be at least 2 tokens")

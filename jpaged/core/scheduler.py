@@ -310,10 +310,10 @@ class Scheduler:
             sequence.num_in_flight_steps -= 1
             if is_sampled:
                 if plan.limits:
-                    # With speculative decoding, the position in the plan may be wrong, because
-                    # earlier steps may have accepted drafts. The host has now read these steps, so
-                    # the correct position follows from `token_ids`. The device samples no token for
-                    # a sequence whose blocks are full.
+                    # With speculative decoding, `start` in the plan may be wrong, because earlier
+                    # steps may have accepted drafts. The host has read these steps by now, so
+                    # `token_ids` gives the correct value. If the sequence had no free slot, the
+                    # step sampled no token for the sequence, and `token_id` is below `NO_TOKEN`.
                     start, is_sampled = len(sequence.token_ids) - 1, token_id >= NO_TOKEN
                     num_tokens = int(is_sampled)
                 else:
@@ -511,13 +511,14 @@ class Scheduler:
     def _requests_to_continue(self, step: PlanBuilder) -> list[Request]:
         """Return the running requests that the step continues: usually all running requests.
 
-        Requests that are decoding skip the step if all of these conditions hold:
+        The step computes only prompts if all of these conditions hold:
 
         - The goal of the step is throughput, and priorities are off.
         - Prompts alone can fill the step.
-        - At most one running request, the last one, is not decoding yet.
+        - All running requests before the last one are decoding.
 
-        The step then continues only the last request, if its prompt is partly computed.
+        The result is then the last running request if its prompt is partly computed, otherwise
+        empty.
         """
         running_requests = list(self.running)
         if step.goal is SchedulingGoal.LATENCY or self.config.has_priorities:

@@ -124,9 +124,9 @@ class ScaleAxis:
 class WeightRule:
     """A mapping from one checkpoint tensor to a parameter, or to one part of a fused parameter.
 
-    A parameter's path is the dotted path of its `nnx.Param` in the model, without `Linear.format`,
-    such as `layers.0.attention.qkv.weight`. A fused parameter has several rules, and each rule
-    fills one part of it.
+    A parameter has a dotted path, such as `layers.0.attention.qkv.weight`. This is the path of the
+    `nnx.Param` in the model, but without the attribute `format` of a `Linear`. A fused parameter
+    has several rules, and each rule fills one part of the parameter.
 
     Attributes:
         source: Name of the tensor, without the prefix of the `WeightRules`.

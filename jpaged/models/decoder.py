@@ -287,10 +287,11 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], backend: Backend = Backend.XLA
     ) -> Float32[Array, "R V"]:
-        """Return the logits of every token for each row of hidden states, in float32.
+        """Return one float32 logit per token of the vocabulary for each row of hidden states.
 
-        If `head.is_sharded`, each device returns the logits of its shard of the vocabulary. Unless
-        the model is batch-invariant, `backend` is ignored and XLA computes the product.
+        If `head.is_sharded`, each device returns the logits of the device's shard of the
+        vocabulary. `backend` has an effect only if the model is batch-invariant. Otherwise, XLA
+        computes the matrix product.
         """
         hidden = hidden if self.project_out is None else self.project_out.forward(hidden)
         logits, cap = self.head.logits(hidden, backend), self.config.final_soft_cap

@@ -55,12 +55,13 @@ class Projection:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Sizes of the output axes. The first output axis holds all parts, one after another."""
+        """Sizes of the output axes. The parts of a fused projection (such as q, k and v) are
+        concatenated along the first output axis."""
         return (sum(self.part_sizes), *self.trailing_shape)
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Size of each part along the first output axis."""
+        """Size of each part of the projection (such as q, k and v) along the first output axis."""
         return tuple(size for _, size in self.parts)
 
     def source_ranges(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:

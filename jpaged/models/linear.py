@@ -237,11 +237,12 @@ class Embedding(nnx.Module):
 
     Args:
         rows: Number of table rows on one device.
-        size: Length of a row (D).
+        size: Length of a table row (D).
         dtype: Dtype of the table.
         is_sharded: Whether the table is split by rows over the tensor-parallel devices. If not,
             every device holds the whole table.
-        batch_invariant: Whether the bits of a row's logits must not depend on the other rows.
+        batch_invariant: Whether the bits of a sequence's logits must not depend on the other
+            sequences in the batch.
     """
 
     def __init__(

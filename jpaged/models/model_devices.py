@@ -24,8 +24,8 @@ class ModelDevices:
     """The mesh of a user's parameters, and the axis along which each parameter is split.
 
     Attributes:
-        mesh: Mesh with one axis of several devices. The axes have the type `AxisType.Auto`, so XLA
-            partitions the arrays of a traced function.
+        mesh: Mesh in which only one axis has more than one device. All axes have the type
+            `AxisType.Auto`, so XLA partitions the arrays of a traced function.
         split_axes: For each parameter, in the order of `jax.tree.leaves`, the axis along which the
             array is split; None if every device has the whole array.
     """

@@ -83,10 +83,10 @@ def check_batch_invariance(name: str, traced: Any) -> None:
 
 
 def _equations(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield pairs: an equation of a jaxpr, and the equations that contain it, innermost first.
+    """Yield each equation of a jaxpr, with a tuple of the equations that contain this equation.
 
-    An equation that contains a jaxpr, such as a jit call, is not yielded, but the equations inside
-    are.
+    The tuple begins with the innermost containing equation. Equations of `_CONTAINERS`, such as jit
+    calls, are not yielded: the generator yields the equations inside them instead.
     """
     containers = _CONTAINERS.split()
     for equation in jaxpr.eqns:
@@ -154,11 +154,12 @@ class ModelDigests:
         self._found: dict[tuple[str, int], str] = {}
 
     def digest(self, num_tokens: int | None, logits_rows: Iterable[int]) -> str:
-        """Return the digest of the functions in one program.
+        """Return one digest of the user's `forward` and `logits`, as a program calls them.
 
         Args:
-            num_tokens: Number of tokens of `forward`; None if the program does not call it.
-            logits_rows: Row counts of the program's calls of `logits`, without duplicates.
+            num_tokens: Number of tokens for which the program calls `forward`; None if the program
+                does not call `forward`.
+            logits_rows: Numbers of rows for which the program calls `logits`, without duplicates.
         """
         calls = [] if num_tokens is None else [("forward", num_tokens)]
         calls += [("logits", num_rows) for num_rows in sorted(logits_rows)]

@@ -176,7 +176,15 @@ _FORMAT_BY_SCHEMES = {
 
 
 def _read_scheme(group: ConfigFields, name: str) -> _ScaleScheme:
-    """Read how compressed-tensors scales weights or activations, which must be FP8."""
+    """Return how a compressed-tensors config chooses the FP8 scales of weights or activations.
+
+    Args:
+        group: A group of the config's `config_groups`.
+        name: "weights" or "input_activations".
+
+    Raises:
+        ValueError: The config describes a quantization other than FP8, or an unsupported field.
+    """
     if group.get(name) is None:
         raise field_error(
             group.prefix + name,

@@ -152,8 +152,8 @@ class ToolCallParser(StreamParser):
 
         Args:
             closing_tag: Tag that ends the call if the arguments are not valid JSON.
-            keys: Allowed keys of the object. If given, the object must contain arguments. None
-                allows all keys, and the arguments may be missing.
+            keys: Allowed keys of the object; None allows all keys. The arguments of the call may be
+                missing only if `keys` is None.
 
         Raises:
             UnexpectedTextError: The text is not a valid call. The caller must emit the buffered

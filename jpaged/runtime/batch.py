@@ -201,7 +201,10 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
 
 
 def unpack_limits(packed: Int32[Array, "B C"]) -> Int32[Array, "B"]:
-    """Unpack the limits (`StepPlan.limits`) of a decode step, on the device."""
+    """Return the number of tokens for which each sequence has slots (`StepPlan.limits`).
+
+    The function runs on the device, and unpacks the inputs of a decode step.
+    """
     return packed[:, _LIMIT_COLUMN]
 
 
@@ -280,7 +283,10 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
 def unpack_prefill_limits(
     packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int
 ) -> Int32[Array, "B"]:
-    """Unpack the limits (`StepPlan.limits`) of a prefill step, on the device."""
+    """Return the number of tokens for which each sequence has slots (`StepPlan.limits`).
+
+    The function runs on the device, and unpacks the inputs of a prefill step.
+    """
     return _split_prefill(packed, num_tokens, batch_size)[1][:, PrefillColumn.LIMIT]
 
 

@@ -199,10 +199,13 @@ def _prefill_shapes(
 ) -> Iterator[tuple[int, int]]:
     """Yield the buckets of prefill steps, as (tokens, sequences).
 
-    Most prefill steps hold few sequences, but the largest step may hold `max_seqs`, so buckets have
-    either `min_seqs` or `max_seqs` sequences. If `max_seqs` is small, every bucket has `max_seqs`:
-    padding then costs less than compiling every shape twice. Numbers of tokens halfway between
-    powers of two are only for steps of many sequences, which mix prompts and decode rows.
+    Most prefill steps compute few sequences, so a bucket is for either `min_seqs` or `max_seqs`
+    sequences. If `max_seqs` is small, all buckets are for `max_seqs`: padding then costs less than
+    compiling programs for both.
+
+    Otherwise, a bucket of fewer than `max_seqs` tokens is for `min_seqs`. From `max_seqs` tokens
+    on, every number of tokens has a bucket for `max_seqs`, whose steps mix prompts and decode rows.
+    Only powers of two then also have a bucket for `min_seqs`.
     """
     if max_seqs <= MAX_SINGLE_BUCKET_SEQS:
         yield from ((size, max_seqs) for size in tokens)

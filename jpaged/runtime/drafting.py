@@ -42,12 +42,12 @@ class DraftInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramDrafter:
-    """Drafter that looks up the last tokens of a row earlier in the same row (prompt lookup).
+    """Drafter that assumes that a sequence repeats itself (prompt lookup).
 
-    The drafter finds the longest suffix of at most `max_ngram` and at least `min_ngram` tokens that
-    also occurs earlier. Among equally long matches, the drafter uses the latest. The drafts are the
-    tokens that follow the match. If the row ends before there are enough drafts, the drafts start
-    again from the first token after the match.
+    The drafter finds the longest suffix of the sequence that also occurs earlier in the sequence.
+    The suffix has `min_ngram` to `max_ngram` tokens. The latest earlier occurrence is the match,
+    and the drafts are the tokens that follow the match. If the sequence ends before there are
+    enough drafts, the drafts start again from the first token after the match.
 
     Attributes:
         num_drafts: Number of drafts that a verify step has room for.
@@ -104,9 +104,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
 
 
 def are_accepted(drafts: Int32[Array, "B"], token_ids: Int32[Array, "B"]) -> Bool[Array, "B"]:
-    """Return for each draft whether it equals the token that its row samples at this position.
+    """Return for each row whether the drafted token equals the sampled token.
 
-    `bench/speculative.py` replaces the function to accept drafts at a given rate.
+    The model samples the token for the position of the draft. `bench/speculative.py` replaces the
+    function to accept drafts at a given rate.
     """
     return drafts == token_ids
 
@@ -143,7 +144,8 @@ def load_tokens(row_tokens: RowTokens, entries: Int32[Array, "three E"]) -> RowT
     computes.
 
     Args:
-        row_tokens: Tokens of all running sequences. Donate the arrays to update them in place.
+        row_tokens: Tokens of all running sequences. XLA updates the arrays in place if the caller
+            donates the arrays.
         entries: Array from `pack_tokens` with E entries. Each entry is a column: the sequence's row
             in `row_tokens`, a position in the row, and the token to store there.
     """

@@ -412,8 +412,10 @@ class ModelRunner:
         ]
 
     def _verify_level(self, level: SamplerLevel) -> SamplerLevel:
-        """Return the sampling features of the verify program for rows that need the features in
-        `level`: the first of `verify_levels` that contains all of these features."""
+        """Return the first set of `verify_levels` that contains all sampling features in `level`.
+
+        Verify programs are compiled only for the sets of sampling features in `verify_levels`.
+        """
         return next(it for it in verify_levels(self._config) if it.covers(level))
 
     def wait(self) -> None:

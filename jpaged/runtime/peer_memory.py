@@ -58,7 +58,7 @@ def wait_for_devices(arrays: Any) -> None:
                     "new process"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        jax.block_until_ready(array)  # raises the error if the computation failed
+        jax.block_until_ready(array)  # JAX raises an exception if computing the array failed
 
 
 def peer_header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:

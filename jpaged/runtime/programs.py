@@ -213,8 +213,8 @@ def sampler_levels(
 
     A batch uses the first of these sets that has the features of all rows in the batch.
 
-    Each device may have the logits of only a shard of the vocabulary (`is_vocab_sharded`). The
-    first sets are then the sets that can sample without gathering the logits of all devices.
+    If `is_vocab_sharded`, each device has the logits of only a shard of the vocabulary. The result
+    then begins with the sets for which sampling need not gather the logits of all devices.
     """
     levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, FULL_LEVEL
     if config.few_programs:

@@ -71,7 +71,7 @@ class TokenScores:
         return self.packed[:, : NUM_TOKEN_COLUMNS + 2 * count].copy()
 
     def row_bytes(self, index: int, count: int) -> bytes:
-        """Return the bytes of row `index` of `packed_top(count)`."""
+        """Return row `index` of `packed_top(count)` as a `bytes` object."""
         width = self.packed.shape[1]
         start, size = index * width, min(NUM_TOKEN_COLUMNS + 2 * count, width)
         return self._bytes[4 * start : 4 * (start + size)]

@@ -262,7 +262,8 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
     sequences are never read.
 
     Args:
-        sampling: State of all running sequences. Donate the state to update it in place.
+        sampling: State of all running sequences. XLA updates the state in place if the caller
+            donates the state.
         marks: Array from `pack_marks`: N row indices, N prompt lengths, then E row indices, E
             token ids and E marks. `RowMarks` describes the marks. Token id V is padding.
     """
@@ -284,8 +285,11 @@ def load_rows(sampling: SamplingState, marks: Int32[Array, "X"]) -> SamplingStat
 def load_bias(
     sampling: SamplingState, row: Int32[Array, ""], bias: Float32[Array, "V"]
 ) -> SamplingState:
-    """Set the biases in row `row` of the state to an array from `bias_row`. Donate the state to
-    update it in place. Only sequences with biases need this call."""
+    """Set the biases in row `row` of the state to an array from `bias_row`.
+
+    Only sequences with biases need this call. XLA updates the state in place if the caller donates
+    the state.
+    """
     return sampling._replace(logit_bias=sampling.logit_bias.at[row].set(bias))
 
 
@@ -296,7 +300,7 @@ def record_tokens(
     is_output: Bool[Array, "B"],
 ) -> SamplingState:
     """Add 1 to the output count of each row's sampled token, unless `is_output` is false or the
-    token is `NO_TOKEN`. Donate the state to update it in place."""
+    token is `NO_TOKEN`. XLA updates the state in place if the caller donates the state."""
     V = state.token_state.shape[1]
     kept = jnp.where(is_output & (token_ids >= 0), token_ids, V)
     return state._replace(token_state=state.token_state.at[row_ids, kept].add(1, mode="drop"))

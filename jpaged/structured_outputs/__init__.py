@@ -1,6 +1,6 @@
-"""`StructuredOutputs`: the specification that an answer must match, checked when it is created.
+"""`StructuredOutputs`: a specification that the model's answer must match.
 
-This module imports neither JAX nor llguidance.
+The constructor checks the specification. This module imports neither JAX nor llguidance.
 """
 
 import copy
@@ -18,7 +18,7 @@ from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, pa
 
 @dataclass(frozen=True, init=False)
 class StructuredOutputs:
-    """A structured-output specification: the rule that an answer must match.
+    """A structured-output specification: the rule that a model's answer must match.
 
     Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is set. vLLM uses the same
     names.
@@ -121,7 +121,7 @@ def _validate_choices(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RequestTypeError(name, "must be a list of strings", value=short_repr(value))
     if not value:
-        raise RequestError(name, "has no choices", remedy="pass at least one")
+        raise RequestError(name, "has no choices", remedy="pass at least one choice")
     bounds.CHOICES.check(name, len(value))
     choices = tuple(_validate_text(f"{name}[{i}]", it) for i, it in enumerate(value))
     bounds.SOURCE_LENGTH.check(name, sum(map(len, choices)))
@@ -152,13 +152,13 @@ def _validate_grammar(name: str, value: object) -> str:
 
 
 def _validate_schema(name: str, value: object) -> str:
-    """Return the schema as JSON text."""
+    """Check a JSON schema, given as Python values or as text, and return the schema as text."""
     if isinstance(value, str):
         bounds.SOURCE_LENGTH.check(name, len(value))
         value = parse_json(name, value)
     else:
         size = 0
-        with suppress(TypeError, ValueError, RecursionError):  # checked and reported below
+        with suppress(TypeError, ValueError, RecursionError):  # the code below reports the error
             size = len(json.dumps(value, separators=(",", ":")))
         bounds.SOURCE_LENGTH.check(name, size)
     check_schema(name, value)

@@ -9,7 +9,7 @@ from jpaged.errors import ErrorKind, RequestError
 
 
 class Bound(NamedTuple):
-    """A limit on a number of items, and the words of the error for a number above the limit.
+    """A limit on a number of items, such as choices, and the words of the error above the limit.
 
     Attributes:
         limit: Maximum number of items.
@@ -33,33 +33,37 @@ class Bound(NamedTuple):
 
 
 SOURCE_LENGTH = Bound(64 * 1024, "characters", "shorten it")
-"""Maximum length of a schema's JSON, a regular expression, a grammar, or all choices together."""
+"""Maximum number of characters of a schema's JSON, a regular expression, a grammar, or all choices
+together."""
 
 CHOICES = Bound(1024, "choices", "remove some")
 
 SCHEMA_DEPTH = Bound(32, "enclosing schemas", "move nested schemas to $defs")
-"""Maximum nesting depth of schemas. References do not add depth: `SCHEMAS` limits them."""
+"""Maximum nesting depth of schemas. A `$ref` adds no depth; `SCHEMAS` limits the use of `$ref`."""
 
 SCHEMAS = Bound(2048, "schemas", "use a smaller schema")
-"""Maximum number of schemas in a specification, and so the maximum length of a chain of references.
+"""Maximum number of schemas in a specification, and so the maximum length of a chain of `$ref`.
 
-llguidance follows a chain recursively and needs about 3.5 KiB of stack per schema. Threads that
-compile have `STACK_BYTES`."""
+llguidance follows the chain recursively and needs about 3.5 KiB of stack per schema. Threads that
+compile grammars have a stack of `STACK_BYTES`."""
 
 SCHEMAS_PER_VALUE = Bound(
     16, "schemas that apply to one value", "merge the schemas of allOf, $ref and anyOf"
 )
-"""Maximum number of schemas that apply to one value.
+"""Maximum number of schemas that one JSON value must match.
 
-Schemas apply together through `allOf`, `$ref`, and the largest case of `anyOf` or `oneOf`."""
+All schemas of `allOf` and `$ref` count. In each `anyOf` or `oneOf`, only the largest case counts.
+"""
 
 PATTERNS_PER_VALUE = Bound(4, "patterns and formats for one value", "combine them into one pattern")
-"""Maximum number of patterns and formats that apply to one value: one automaton checks them all."""
+"""Maximum number of `pattern` and `format` keywords that apply to one JSON value.
+
+A single automaton checks all these keywords."""
 
 MULTIPLES_PER_VALUE = Bound(1, "multipleOf for one value", "use their least common multiple")
 
 MAX_MULTIPLE_OF = 10_000
-"""Maximum value of `multipleOf`: an automaton has one state per remainder."""
+"""Maximum value of `multipleOf`. The automaton for this keyword has one state per remainder."""
 
 PATTERN_PROPERTIES = Bound(32, "names", "combine names into one pattern")
 """Maximum number of names in `patternProperties`. Every pair of names is compared."""
@@ -67,7 +71,8 @@ PATTERN_PROPERTIES = Bound(32, "names", "combine names into one pattern")
 OPTIONAL_PROPERTIES = Bound(128, "optional properties", "make some required, or remove some")
 """Maximum number of optional properties of one object.
 
-In the grammar, every later property may follow each optional property."""
+In the grammar that is compiled from a schema, every later property may follow each optional
+property."""
 
 PROPERTY_SETS = Bound(
     128,
@@ -76,10 +81,10 @@ PROPERTY_SETS = Bound(
 )
 """Maximum number of sets of optional properties that `minProperties` and `maxProperties` allow.
 
-Each set is one case of the grammar."""
+The schema that llguidance compiles has one `anyOf` case per set."""
 
 SUBSCHEMAS_PER_KEYWORD = Bound(256, "cases", "remove some")
-"""Maximum number of schemas in `anyOf`, `oneOf` or `allOf`. All pairs of `oneOf` are compared."""
+"""Maximum number of schemas in `anyOf`, `oneOf` or `allOf`. All pairs in a `oneOf` are compared."""
 
 ENUM_VALUES = Bound(2048, "values", "remove some")
 """Maximum number of values in an `enum` or a `const`, including nested values."""
@@ -90,7 +95,8 @@ MAX_NUMBER = 2**53
 GRAMMAR_RULES = Bound(4096, "rules", "remove some")
 """Maximum number of rules in a grammar.
 
-llguidance follows a chain of rules recursively and needs about 3 KiB of stack per rule."""
+llguidance follows a chain of rules that refer to each other recursively, and needs about 3 KiB of
+stack per rule."""
 
 QUANTIFIERS = Bound(500, "repetitions", "use fewer of ?, *, + and {}")
 """Maximum number of quantifiers (`?`, `*`, `+`, `{}`) in one regular expression."""
@@ -109,16 +115,17 @@ STACK_BYTES = 64 * 2**20
 TRIAL_STACK_BYTES = STACK_BYTES // 2
 """Stack size of the threads that run a `GrammarTrial`, in bytes.
 
-The engine's threads have a larger stack, so that a grammar that passes the trial compiles there."""
+A `GrammarTrial` compiles each new grammar in a separate process first. Other threads that compile
+grammars have the larger stack `STACK_BYTES`, so a grammar that passes the trial compiles there."""
 
 TRIAL_CPU_S = 3.0
-"""Maximum CPU time of one `GrammarTrial`, in seconds."""
+"""Maximum CPU time of one `GrammarTrial` (a test compilation in a separate process), in seconds."""
 
 TRIAL_MEMORY_BYTES = 256 * 2**20
-"""Maximum memory that one `GrammarTrial` allocates, in bytes."""
+"""Maximum memory of one `GrammarTrial` (a test compilation in a separate process), in bytes."""
 
 TRIAL_TOKENS = 24
-"""Number of tokens of the random answer that a `GrammarTrial` generates."""
+"""Maximum number of random tokens that a `GrammarTrial` (a test compilation) generates."""
 
 LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -138,34 +145,41 @@ LLGUIDANCE_LIMITS = {
 """Limits that llguidance enforces while it compiles a grammar and matches each token."""
 
 MAX_GRAMMAR_LEXERS = 64
-"""Maximum number of lexers (compiled copies) of one grammar. Further answers share lexers."""
+"""Maximum number of lexers (compiled copies) of one grammar.
+
+If more answers are generated at the same time, several answers share a lexer."""
 
 MAX_TOTAL_LEXERS = 512
-"""Maximum number of lexers of all grammars. Unused lexers beyond this number are dropped.
+"""Maximum number of lexers of all grammars. A lexer is a compiled copy of a grammar.
+
+If there are more lexers, unused lexers are dropped.
 
 A lexer of a usual schema takes 0.1 to 0.3 MiB."""
 
 MAX_LEXER_BYTES = 512 * 2**20
 """Maximum memory of all lexers, in bytes.
 
-If the lexers take more, unused lexers are dropped, new answers share lexers, and running answers
-get smaller lexers."""
+A lexer is a compiled copy of a grammar, and grows while an answer uses it. If the lexers take more
+memory, unused lexers are dropped, new answers share lexers, and unfinished answers get smaller
+lexers."""
 
 LEXER_IDLE_S = 30.0
-"""Seconds without a running answer after which all lexers are released."""
+"""Seconds after which all lexers (compiled grammars) are released if no answer uses a grammar."""
 
 CHEAP_COMPILE_S = 0.02
-"""A grammar that takes at least this many CPU seconds to compile has only one lexer."""
+"""A grammar that takes at least this many CPU seconds to compile has only one lexer.
+
+A lexer is a compiled copy of the grammar. All answers share the only lexer."""
 
 MAX_SHARED_TOKENS = 32_768
 """Number of tokens of finished answers after which a grammar's only lexer is replaced.
 
-Running answers keep the old lexer."""
+A lexer is a compiled copy of a grammar. Unfinished answers keep the old lexer."""
 
 MAX_MEAN_MASK_S = 0.02
-"""Maximum average CPU time per mask of an answer, in seconds."""
+"""Maximum average CPU time per token mask of an answer, in seconds."""
 
 MAX_MASK_EXCESS_S = 0.1
-"""CPU seconds by which the masks of an answer may exceed `MAX_MEAN_MASK_S` each, in total.
+"""Maximum sum of (CPU seconds of a token mask - `MAX_MEAN_MASK_S`) over the masks of an answer.
 
-An answer with a larger excess fails."""
+A negative sum is set to 0. An answer with a larger sum fails."""

@@ -46,24 +46,25 @@ _JSON_OPTIONS: Any = {
 """Options of llguidance for the JSON that answers contain."""
 
 _NUM_THREADS = {"grammars": 2, "kept": 1, "renewed": 2}
-"""Number of threads in each pool.
+"""Number of threads in each thread pool of a `GrammarCompiler`.
 
-"grammars" compiles new grammars, "kept" creates matchers of cached grammars, and "renewed" compiles
-a grammar again for a running answer."""
+"grammars" compiles new grammars. "kept" creates matchers of cached grammars. "renewed" compiles a
+grammar again, to replace the compiled grammar that an unfinished answer uses."""
 
 _RECOMPILE_FUEL = 1 << 40
-"""Maximum work of a lexer, called fuel in llguidance, when a grammar is compiled again.
+"""Maximum work of llguidance's lexer, called fuel, after a grammar is compiled again.
 
-The fuel must also suffice to replay an answer's tokens. The number is practically unlimited,
-because the grammar and the tokens have passed the normal limits before."""
+The fuel must also suffice to replay the tokens of an unfinished answer. The number is practically
+unlimited, because the grammar and the tokens were accepted under the normal limits before."""
 
 _TOKENS_PER_REFUEL = 16
-"""Number of tokens to replay in a shared lexer before the lexer's fuel is reset.
+"""Number of an answer's tokens to replay in a lexer before the lexer's fuel is reset.
 
-Computing a mask resets the fuel."""
+Fuel is llguidance's limit on the work of a lexer. Computing a token mask resets the fuel."""
 
 _STATE_BYTES = 1024
-"""Assumed bytes per lexer state. A string of bounded length needs 560 bytes per state."""
+"""Assumed bytes per state of llguidance's lexer. Strings of bounded length need 560 bytes per
+state."""
 
 
 def _parser_limits(**overrides: Any) -> Any:
@@ -85,7 +86,7 @@ def _grammar_source(spec: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_regex(spec.regex or "")
         case "choice":
             # Write all choices as one terminal of the grammar. If every choice were a rule, every
-            # choice would count towards `max_items_in_row`.
+            # choice would count towards llguidance's limit `max_items_in_row`.
             choices = " | ".join(json.dumps(each) for each in spec.choice or ())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
@@ -100,7 +101,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _try_first_token(matcher: Any) -> None:
-    """Let llguidance's matcher consume one allowed token and compute the mask after it."""
+    """Let llguidance's matcher consume one allowed token and compute the mask of the next token."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     if len(found := np.flatnonzero(bits)):
         matcher.consume_token(int(found[0]))
@@ -108,7 +109,7 @@ def _try_first_token(matcher: Any) -> None:
 
 
 def _generate_random_tokens(matcher: Matcher) -> None:
-    """Generate up to `bounds.TRIAL_TOKENS` random tokens that the grammar allows."""
+    """Generate up to `bounds.TRIAL_TOKENS` random tokens that the matcher's grammar allows."""
     random = np.random.default_rng(0)
     mask = np.zeros((1, len(matcher.vocabulary.not_eos_mask)), np.int32)
     for _ in range(bounds.TRIAL_TOKENS):
@@ -167,28 +168,27 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._vocabulary_args)
-                # `LexerMemory` counts the memory that the process allocates after the object is
-                # created. Create the object after the vocabulary, so that the vocabulary is not
-                # counted.
+                # A `LexerMemory` counts the memory that the process allocates later. Create the
+                # `LexerMemory` after the vocabulary, so that the vocabulary is not counted.
                 self._memory = LexerMemory()
 
     def submit(
         self, spec: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
     ) -> Future[list[Matcher]]:
-        """Compile a grammar in another thread and create `count` matchers, one per answer.
+        """Compile a grammar in another thread, and create `count` matchers.
 
         Args:
             spec: The structured-output specification.
             ending_ids: Token ids that may end an answer.
-            count: Number of matchers.
+            count: Number of matchers: one per answer to generate.
 
         Returns:
             Future whose result is the list of matchers. The future raises `GrammarError` if the
             grammar cannot be compiled.
         """
         with self._lock:
-            # A cached grammar needs little work, so the request must not wait in a queue behind
-            # compilations.
+            # A matcher of a cached grammar needs little work. Create the matcher in another thread
+            # pool, so that it does not wait for compilations of other grammars.
             known = self._cache.get(spec)
             kind = "grammars" if known is None or known.lexers.must_compile() else "kept"
             return self._submit_to_pool(kind, self._make_matchers, spec, ending_ids, count)
@@ -209,7 +209,7 @@ class GrammarCompiler:
         Both parts run in the compiling threads, which have the stack size `stack_bytes`.
 
         Raises:
-            GrammarError: The grammar cannot be compiled, or a mask fails.
+            GrammarError: The grammar cannot be compiled, or a mask cannot be computed.
         """
         (matcher,) = self.submit(spec, ending_ids).result()
         with self._lock:
@@ -217,7 +217,10 @@ class GrammarCompiler:
         writing.result()
 
     def _submit_to_pool(self, kind: str, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run `work(*args)` in the thread pool `kind`. The caller holds the lock."""
+        """Run `work(*args)` in a thread pool. The caller must hold `self._lock`.
+
+        `kind` is the name of the thread pool in `_NUM_THREADS`.
+        """
         if kind not in self._thread_pools:
             self._thread_pools[kind] = ThreadPoolExecutor(
                 _NUM_THREADS[kind], thread_name_prefix=f"jpaged-{kind}"
@@ -241,13 +244,13 @@ class GrammarCompiler:
     def rebuild_lexer(
         self, grammar: CompiledGrammar, consumed: list[int], may_share: bool
     ) -> tuple[Lexer, LexerUse, Any]:
-        """Return another lexer for a running answer, to replace the answer's current lexer.
+        """Return another lexer for an unfinished answer, to replace the answer's current lexer.
 
-        Lexers are compiled in threads with large stacks.
+        A lexer is a compiled copy of a grammar. Lexers are compiled in threads with large stacks.
 
         Args:
             grammar: The answer's grammar.
-            consumed: Tokens that the answer has consumed, and that the new matcher must consume.
+            consumed: Tokens of the answer so far, which the new matcher must consume.
             may_share: Whether the answer may share a lexer with other answers if compiling is slow.
 
         Returns:
@@ -273,7 +276,7 @@ class GrammarCompiler:
             lexer, use = grammar.lexers.acquire()
             inner = lexer.initial_matcher.deep_copy()
             for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
-                # Compute a mask and ignore it: this resets the lexer's fuel, which limits its work.
+                # Compute a mask only to reset the lexer's fuel, llguidance's limit on work.
                 lexer.initial_matcher.deep_copy().compute_bitmask()
                 if not replay_tokens(
                     grammar.vocabulary, inner, consumed[i : i + _TOKENS_PER_REFUEL]
@@ -326,9 +329,9 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar has passed the limits. Later compilations of this grammar have practically no
-        # limit on the lexer's initial work, because a new lexer must also replay the tokens of a
-        # running answer.
+        # The grammar was compiled within the limits. If the grammar is compiled again, for a new
+        # lexer, the lexer's initial work has practically no limit. The reason is that the new lexer
+        # must also replay the tokens of an unfinished answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )
@@ -352,9 +355,9 @@ class GrammarCompiler:
         return grammar
 
     def _limit_lexers(self) -> None:
-        """Drop unused lexers if the lexers take too much memory or their number exceeds the limit.
+        """Drop unused lexers if all lexers take too much memory, or if there are too many lexers.
 
-        Start with the lexers of the least recently used grammars.
+        A lexer is a compiled copy of a grammar. Start with the least recently used grammars.
         """
         self._last_used_at = time.monotonic()
         with self._lock:
@@ -372,7 +375,7 @@ class GrammarCompiler:
             total += grammar.lexers.num_lexers
 
     def release_if_idle(self) -> bool:
-        """Release all cached grammars if no answer has run for `bounds.LEXER_IDLE_S` seconds.
+        """Release all cached grammars if no grammar was used for `bounds.LEXER_IDLE_S` seconds.
 
         Returns:
             Whether the grammars were released.
@@ -389,7 +392,10 @@ class GrammarCompiler:
 
 
 def _release_when_idle(compiler_ref: "weakref.ref[GrammarCompiler]") -> None:
-    """Wait until no grammar is in use, then release all of them. Stop if `compiler_ref` is dead."""
+    """Wait until no answer uses a compiled grammar, then release the compiler's cached grammars.
+
+    Return early if the compiler was garbage-collected.
+    """
     while (compiler := compiler_ref()) is not None and not compiler.release_if_idle():
         del compiler
         time.sleep(bounds.LEXER_IDLE_S / 4)

@@ -1,7 +1,7 @@
 """Pools of llguidance's lexers, and a measure of the memory that all lexers take.
 
-A lexer holds a grammar's compiled tokenizer rules. It keeps a state for every text that an answer
-has contained, so a lexer grows with the answers that use it.
+A lexer holds the compiled regular expressions and texts of a grammar. The lexer adds a state for
+each new text in an answer and keeps the state, so the lexer grows with the answers that use it.
 """
 
 import ctypes
@@ -19,15 +19,19 @@ from typing import Any
 from jpaged.structured_outputs import bounds
 
 _RESIDENT_INTERVAL_S = 0.01
-"""Minimum seconds between two measurements of resident memory. A measurement takes about 15 us."""
+"""Minimum seconds between two measurements of this process's resident memory.
+
+A measurement takes about 15 us."""
 
 _HEAP_INTERVAL_S = 1.0
-"""Minimum seconds between two measurements of the heap.
+"""Minimum seconds between two measurements of this process's heap.
 
-A measurement takes 15 to 30 ms if much memory is free."""
+A measurement takes 15 to 30 ms if the heap has much free memory."""
 
 MIN_LEXER_TOKENS = 1024
-"""Minimum number of tokens that a lexer matches before the pool replaces an unbroken lexer."""
+"""Minimum number of tokens that a lexer matches before a `LexerPool` replaces the lexer.
+
+A lexer that exceeds a limit of llguidance is replaced earlier."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -40,7 +44,7 @@ class _Mallinfo(ctypes.Structure):
 def _libc() -> Any:
     """Load the C library, and declare the result types of the functions that this module calls."""
     libc = ctypes.CDLL(None)
-    with suppress(AttributeError):  # glibc before 2.33, musl
+    with suppress(AttributeError):  # glibc before 2.33 and musl lack `mallinfo2`
         libc.mallinfo2.restype = _Mallinfo
     return libc
 
@@ -51,7 +55,7 @@ def heap_bytes() -> int:
         found = _libc().mallinfo2().numbers
     except AttributeError:
         return _resident_bytes()
-    # Fields uordblks (used bytes of arenas) and hblkhd (bytes of large mappings).
+    # Add the fields uordblks (used bytes of arenas) and hblkhd (bytes of large mappings).
     return found[7] + found[4]
 
 
@@ -63,19 +67,19 @@ def _resident_bytes() -> int:
 
 def _trim_heap() -> None:
     """Return free heap memory to the operating system."""
-    with suppress(AttributeError):  # not glibc
+    with suppress(AttributeError):  # only glibc has `malloc_trim`
         _libc().malloc_trim(0)
 
 
 class LexerMemory:
     """Measures the memory of all lexers as the growth of this process since the object was created.
 
-    llguidance does not report the size of a lexer, and the mask worker allocates little else.
+    llguidance does not report the size of a lexer, and the process allocates little other memory.
     """
 
     def __init__(self):
         self._resident, self._heap = _resident_bytes(), heap_bytes()
-        self._fragments = 0  # free bytes that malloc cannot return to the system
+        self._fragments = 0  # number of free bytes that malloc cannot return to the system
         self._is_full, self._valid_until = False, 0.0
         self._measured_at = float("-inf")
         self._lock = threading.Lock()
@@ -94,9 +98,9 @@ class LexerMemory:
         return self._is_full
 
     def trim_if_full(self) -> bool:
-        """Return free memory to the system if memory is full, then return `is_full`.
+        """Release free memory to the operating system if `is_full`, and return the new `is_full`.
 
-        Memory is returned at most once per second. Returning much memory takes tens of
+        Memory is released at most once per second. Releasing much memory takes tens of
         milliseconds.
         """
         with self._lock:
@@ -108,17 +112,17 @@ class LexerMemory:
             return self.is_full
 
     def release(self) -> None:
-        """Return free memory to the system after all lexers were dropped."""
+        """Release free memory to the operating system after all lexers were dropped."""
         _trim_heap()
         self._fragments, self._valid_until = 0, 0.0
 
 
 class LexerUse(Enum):
-    """Whether other answers may use the lexer of an answer, now or later."""
+    """How an answer uses a lexer: whether other answers may use the same lexer, now or later."""
 
     EXCLUSIVE = auto()  # one answer at a time uses the lexer, and later answers reuse it
     SHARED = auto()  # several answers use the lexer at the same time
-    PRIVATE = auto()  # a single answer uses the lexer, which is never put into the pool
+    PRIVATE = auto()  # a single answer uses the lexer, which a `LexerPool` never reuses
 
 
 @dataclass(eq=False)
@@ -141,17 +145,17 @@ class Lexer:
 class LexerPool:
     """Pool of lexers of one grammar.
 
-    An answer gets a lexer that no other answer uses, if one exists or may be compiled. Otherwise,
-    the answer shares a lexer. The masks of answers that share a lexer are made one after another,
-    because a lexer has a lock.
+    An answer gets an unused lexer, or a new lexer if the pool may grow. Otherwise, the answer
+    shares a lexer. The masks of answers that share a lexer are made one after another, because a
+    lexer has a lock.
 
-    A lexer keeps the states of finished answers, and llguidance does not report their number.
-    Therefore, the pool counts tokens. After a lexer has broken at n tokens, the pool replaces each
-    lexer of the grammar at n / 2 tokens.
+    A lexer keeps the states of finished answers, and llguidance does not report the number of
+    states. Therefore, the pool counts tokens. After a lexer has exceeded a limit of llguidance at n
+    tokens, the pool replaces each lexer of the grammar at n / 2 tokens.
 
     Args:
-        first: llguidance's matcher before the first token.
-        compile_matcher: Compiles the grammar again and returns a new matcher.
+        first: llguidance's matcher of the compiled grammar, before the first token.
+        compile_matcher: Function that compiles the grammar again and returns a new matcher.
         is_cheap: Whether compiling is fast. If so, the pool has up to `bounds.MAX_GRAMMAR_LEXERS`
             lexers, otherwise one.
     """
@@ -161,7 +165,8 @@ class LexerPool:
         self._spare = [*self._lexers]
         self.compile_matcher, self.is_cheap = compile_matcher, is_cheap
         self._max_lexers = bounds.MAX_GRAMMAR_LEXERS if is_cheap else 1
-        # Replace a shared lexer early. If it breaks, all answers that share it need a new lexer.
+        # Replace a shared lexer early. If a shared lexer exceeds a limit of llguidance, all answers
+        # that share the lexer need a new lexer.
         self._max_tokens: float = float("inf") if is_cheap else bounds.MAX_SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
@@ -196,7 +201,7 @@ class LexerPool:
             return lexer, LexerUse.EXCLUSIVE
 
     def must_compile(self) -> bool:
-        """Return whether `acquire` would have to compile a lexer, and this would take long.
+        """Return whether `acquire` would have to compile a lexer and the compilation would be slow.
 
         Return False if the grammar is cheap to compile (`is_cheap`).
         """
@@ -233,7 +238,8 @@ class LexerPool:
     def note_broken(self, lexer: Lexer, num_consumed: int) -> None:
         """Record that a lexer exceeded a limit of llguidance, such as the number of states.
 
-        `num_consumed` is the number of tokens of the current answer that the lexer has matched.
+        `num_consumed` is the number of tokens that the lexer has matched for the answer in which
+        the error occurred.
         """
         if not lexer.is_broken:
             lexer.is_broken = True

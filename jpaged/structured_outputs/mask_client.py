@@ -1,16 +1,16 @@
 """The engine's side of the mask worker, the process that compiles grammars and makes masks.
 
-If Python code in the engine's process made the masks, it would take the GIL from the thread that
-launches steps. With 64 rows, the launching thread would lose more time to the GIL than the masks
-take. Therefore matchers and masks live in the mask worker (`mask_worker.py`), which starts with the
-first grammar.
+A mask says which tokens the grammar of an answer allows next. Python code that made the masks in
+the engine's process would hold the GIL while the engine launches steps. With 64 rows, the engine
+would lose more time to the GIL than the masks take. Therefore, a separate process makes the masks:
+the mask worker (`mask_worker.py`), which starts with the first grammar.
 
-A thread of the engine waits for the device and sends sampled tokens to the worker over a socket.
-The states of answers and their masks are in shared memory.
+A thread of the engine waits for the device and sends sampled tokens to the mask worker over a
+socket. The states of answers and their masks are in shared memory.
 
-If the worker ends, requests with grammars fail, and the next such request starts a new worker. If
-the worker does not respond, a step waits at most `max_wait_s` and then runs without the rows that
-have grammars.
+If the mask worker ends, requests with grammars fail, and the next request with a grammar starts a
+new mask worker. If the mask worker does not respond, a step waits a limited time (`max_wait_s` of
+`MaskWorkerClient`). The step then runs without the rows that have grammars.
 """
 
 import heapq
@@ -46,13 +46,14 @@ AnswerRows = Sequence[tuple["Answer", int]]
 """Answers with grammars, and the row of each answer in a step."""
 
 EndedAnswers = list[tuple[int, GrammarError | None]]
-"""Index in `AnswerRows` of each answer that is over, and its error, or None if it is complete."""
+"""For each answer that is over: its index in `AnswerRows`, and its error or None if complete."""
 
 ShouldStopWaiting = Callable[[Sequence[int], Collection[int]], bool]
 """Function that returns whether a step stops waiting for masks.
 
 The first argument has the indices in `AnswerRows` of all answers without masks. The second argument
-has the indices of the heavy answers among them (`AnswerState.HEAVY`)."""
+has the indices of those answers whose state is `AnswerState.HEAVY`: their masks are slow to make.
+"""
 
 
 def never_stop_waiting(late: Sequence[int], heavy: Collection[int]) -> bool:
@@ -64,10 +65,12 @@ _NO_ANSWERS: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int
 """An empty list of answers, and an empty int32 array [2, 0] of `MaskMemory` indices and rows."""
 
 _POLL_INTERVAL_S = 5e-5
-"""Seconds between two checks of whether a step still waits for masks."""
+"""Seconds between two checks of whether the masks of a waiting step have arrived."""
 
 _FAST_POLL_S, _SLOW_POLL_INTERVAL_S = 5e-3, 1e-3
-"""After `_FAST_POLL_S` seconds, a step checks for masks every `_SLOW_POLL_INTERVAL_S` seconds."""
+"""A step that waits for masks checks every `_POLL_INTERVAL_S` seconds at first.
+
+After `_FAST_POLL_S` seconds, the step checks only every `_SLOW_POLL_INTERVAL_S` seconds."""
 
 MAX_OPEN_FILES = 1024
 """Maximum number of open files with which `select` works.
@@ -75,24 +78,24 @@ MAX_OPEN_FILES = 1024
 `select` is used because the alternatives wait for at least a millisecond."""
 
 _MAX_COUNTED_SILENCE_S = 1.0
-"""Maximum seconds between two checks that count as silence of the mask worker.
+"""Maximum seconds that the time between two checks adds to the silence of the mask worker.
 
-A longer gap means that the engine itself was stopped, for example by Ctrl-Z."""
+If more time passes, the engine itself was stopped, for example by Ctrl-Z."""
 
 _EXIT_TIMEOUT_S = 0.5
 """Maximum seconds to wait for the exit code of a mask worker that has closed its socket."""
 
 _MAX_COUNTED_WAIT_S = 0.01
-"""Maximum seconds between two checks that count as waiting for the mask worker.
+"""Maximum seconds that the time between two checks adds to a step's wait for the mask worker.
 
-In a longer gap the engine was not scheduled, so the worker may not have been scheduled either."""
+If more time passes, the engine got no CPU, so the mask worker may have got no CPU either."""
 
 
 class Answer:
-    """An answer that must match a grammar.
+    """An answer that must match a grammar: the output of one sequence.
 
     Attributes:
-        memory_index: Index of the answer's entry in the `MaskMemory`.
+        memory_index: Index of the answer's entry in the `MaskMemory` (shared memory).
         is_stopped: Whether the answer is complete.
         error: Error of a failed answer, otherwise None.
     """
@@ -122,7 +125,7 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether compilation is over, so that each answer has a mask or has failed."""
+        """Whether the grammar is compiled and every answer has a mask, or has failed."""
         return self._client.are_ready(self.answers)
 
     def wait(self, seconds: float | None = None) -> None:
@@ -148,15 +151,20 @@ class Constraint:
 class MaskWorkerClient:
     """Client of the mask worker: starts the worker, sends tokens and reads masks. Not thread-safe.
 
+    The mask worker is a process that compiles grammars and makes masks of the allowed tokens.
+
     Args:
         folder: Folder of the tokenizer.
         vocab_size: Width of the logits. Token ids that the tokenizer lacks are never allowed.
         eos_token_ids: The model's end tokens.
-        capacity: Number of entries in the shared memory. It must exceed the number of answers,
-            including the answers of waiting requests. Unused entries take no memory.
-        max_wait_s: Maximum seconds that a step with unconstrained rows waits for the worker.
-        silence_timeout_s: Seconds without a report, while an answer is pending, after which the
-            worker is killed. The time that the worker needs to start counts too.
+        capacity: Number of entries in the shared memory, one per answer. The number must exceed the
+            number of answers, including the answers of waiting requests. Unused entries take no
+            memory.
+        max_wait_s: Maximum seconds that a step waits for the worker if some rows of the step have
+            no grammar.
+        silence_timeout_s: Maximum seconds without a report from the worker while an answer waits
+            for the worker. The client then kills the worker. The time that the worker needs to
+            start counts too.
 
     Attributes:
         max_wait_s, silence_timeout_s: See the arguments.
@@ -177,18 +185,18 @@ class MaskWorkerClient:
         self._settings = MaskWorkerSettings(str(folder), vocab_size, eos_token_ids, capacity, width)
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
-        # Whether the worker has been silent since a step timed out.
+        # Whether the mask worker has reported nothing since a step waited for `max_wait_s`.
         self._is_stalled = False
         # A `MaskMemory`; None before the first grammar.
         self._memory: Any = None
-        # A `_WorkerProcess`; None while no worker runs.
+        # A `_WorkerProcess`; None while no mask worker runs.
         self._worker: Any = None
         # `MaskMemory` indices below `_num_used_indices` have been used at some time.
         # `_free_indices` is a heap of the used indices that are free again.
         self._num_used_indices, self._free_indices = 1, list[int]()
         # `MaskMemory` indices of answers that are over. The indices in `_unreported_ends` have not
-        # been sent to the worker yet. The indices in `_reported_ends` have been sent, but the
-        # worker may still use the entries.
+        # been sent to the mask worker yet. The indices in `_reported_ends` have been sent, but the
+        # mask worker may still use the entries.
         self._unreported_ends: deque[int] = deque()
         self._reported_ends: list[int] = []
         self._last_gathered = _NO_ANSWERS
@@ -196,10 +204,10 @@ class MaskWorkerClient:
         # int32 [n]: the `MaskMemory` index of each answer in `_pending_answers`.
         self._pending_indices: Any = None
         self._unsent_message: Callable[[], bytes] | None = None
-        # Number of steps whose tokens were sent to the current worker.
+        # Number of steps whose tokens were sent to the current mask worker.
         self._num_steps_sent = 0
-        # `_silent_s` counts the seconds without a report while an answer was pending. `_polled_at`
-        # is the time of the last check.
+        # `_silent_s` counts the seconds without a report from the mask worker while an answer was
+        # pending. `_polled_at` is the time of the last check.
         self._silent_s = self._polled_at = 0.0
         self._buffer = np.zeros((0, 0), np.int32)
 
@@ -231,7 +239,7 @@ class MaskWorkerClient:
         return Constraint(self, answers)
 
     def are_ready(self, answers: Sequence[Answer]) -> bool:
-        """Return whether every answer has its mask or is over."""
+        """Return whether every answer has its next mask, is complete or has failed."""
         states = self._memory.states
         if any(states[it.memory_index] < AnswerState.READY for it in answers):
             self._read_notifications()
@@ -260,22 +268,22 @@ class MaskWorkerClient:
     def request_masks(
         self, skipped: Collection[int], tokens: Callable[[], np.ndarray], *, send_now: bool
     ) -> None:
-        """Send the tokens of the current step to the worker, which then makes the next masks.
+        """Send the tokens of the current step to the mask worker, which then makes the next masks.
 
-        The last call of `gather_masks` defines the current step.
+        The current step is the step of the last call of `gather_masks`.
 
         Args:
             skipped: Answers that need no next mask, as indices into the argument `items` of
                 `gather_masks`.
             tokens: Function that waits for the tokens of the current step and returns the tokens:
                 int32 [rows]. A negative token means that no token could be sampled.
-            send_now: Whether another thread sends the tokens as soon as they are known. Otherwise,
-                `await_tokens_received` sends them later.
+            send_now: Whether another thread sends the tokens as soon as the tokens are known.
+                Otherwise, `await_tokens_received` sends the tokens later.
         """
         self._report_ends()
         self.seconds_waited = 0.0
-        # Drop the references to the answers: the client reports the end of an answer to the worker
-        # when the answer is garbage-collected.
+        # Drop the references to the answers. When an answer is garbage-collected, the client
+        # reports the end of the answer to the mask worker.
         (answers, where), self._last_gathered = self._last_gathered, _NO_ANSWERS
         if skipped:
             answers = [it for i, it in enumerate(answers) if i not in skipped]
@@ -292,15 +300,15 @@ class MaskWorkerClient:
 
     @property
     def seconds_left(self) -> float:
-        """Maximum number of seconds that a step with unconstrained rows may still wait.
+        """Seconds of `max_wait_s` that the current step may still wait for the mask worker.
 
-        0 while the worker does not respond.
+        0 while the mask worker does not respond.
         """
         return 0.0 if self._is_stalled else max(0.0, self.max_wait_s - self.seconds_waited)
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker is alive and not suspended (state R or S in /proc)."""
+        """Whether the mask worker is alive and not suspended (state R or S in /proc)."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -308,13 +316,14 @@ class MaskWorkerClient:
         return stat.rpartition(")")[2].split()[0] in ("R", "S")
 
     def await_tokens_received(self) -> set[Answer]:
-        """Wait until the worker has received the tokens of a step, at most for `seconds_left`.
+        """Wait until the mask worker has received a step's tokens, at most for `seconds_left`.
 
         The caller must delay a KeyboardInterrupt until this method has returned.
 
         Returns:
-            The answers that are complete or have failed. For other answers, threads of the worker
-            may still be matching tokens; `await_end` and `gather_masks` wait for these threads.
+            The answers that are complete or have failed. For other answers, threads of the mask
+            worker may still be matching tokens; `await_end` and `gather_masks` wait for the
+            threads.
         """
         if not self._pending_answers:
             return set()
@@ -330,10 +339,12 @@ class MaskWorkerClient:
         return set(over)
 
     def await_end(self, answer: Answer) -> bool:
-        """Wait until the last token of an answer is matched, at most for `seconds_left`.
+        """Wait until the mask worker has matched the token that was sent last for an answer.
+
+        Wait at most for `seconds_left`.
 
         Returns:
-            Whether the answer is over.
+            Whether the answer is complete or has failed.
         """
         states = self._memory.states
         self._wait(
@@ -353,22 +364,22 @@ class MaskWorkerClient:
         num_rows: int,
         should_stop_waiting: ShouldStopWaiting = never_stop_waiting,
     ) -> tuple[np.ndarray, EndedAnswers, list[int]]:
-        """Wait for the masks of a step and return them.
+        """Wait for the masks of a step, and return the masks.
 
         The tokens of all earlier steps must have been sent.
 
         Args:
             items: Answers with grammars in the step, and their rows.
             num_rows: Number of rows of the step.
-            should_stop_waiting: Called repeatedly during the wait; the wait ends if it returns
-                True.
+            should_stop_waiting: Function that the method calls repeatedly during the wait. If the
+                function returns True, the method stops waiting.
 
         Returns:
             A tuple of three:
 
             - The masks, int32 [num_rows, M]: bit `j` of word `w` is token `32 w + j`. Rows without
               grammars are all ones. The array is valid until the next call.
-            - The answers that are over.
+            - The index in `items` of each answer that is over, and the answer's error or None.
             - The indices in `items` of answers whose masks are late.
 
             Mask rows of ended and late answers have arbitrary contents.
@@ -391,7 +402,7 @@ class MaskWorkerClient:
         over = np.flatnonzero(found >= AnswerState.STOPPED).tolist()
         for i in over:
             self._note_end(answers[i])
-        memory_indices = np.zeros(num_rows, np.int64)  # entry 0 allows every token
+        memory_indices = np.zeros(num_rows, np.int64)  # mask 0 allows every token
         memory_indices[rows] = indices
         if len(self._buffer) != num_rows:
             self._buffer = np.empty((num_rows, self._memory.masks.shape[1]), np.int32)
@@ -402,7 +413,7 @@ class MaskWorkerClient:
 
     @property
     def worker_time_ns(self) -> np.ndarray:
-        """Nanoseconds that the worker spent on matching tokens and on making masks, int64 [2]."""
+        """Nanoseconds that the mask worker spent on matching tokens and on masks, int64 [2]."""
         return np.zeros(2, np.int64) if self._memory is None else self._memory.counts[1:].copy()
 
     @property
@@ -456,7 +467,7 @@ class MaskWorkerClient:
         return [*taken, *range(first_new, self._num_used_indices)]
 
     def _report_ends(self) -> None:
-        """Send the worker the `MaskMemory` indices of answers that are over."""
+        """Send the mask worker the `MaskMemory` indices of answers that are over."""
         over = [self._unreported_ends.popleft() for _ in range(len(self._unreported_ends))]
         if over and self._worker is None:
             self._memory.states[over] = AnswerState.FREE
@@ -473,16 +484,19 @@ class MaskWorkerClient:
         self._unsent_message = None
 
     def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
-        """Wait until `is_done()` or `give_up()`. If the worker ends, no answer stays pending."""
-        # Read the worker's reports, because the loop below may end without reading any.
+        """Wait until `is_done()` or `give_up()` returns True.
+
+        If the mask worker ends during the wait, all answers fail, so that `is_done()` returns True.
+        """
+        # Read the mask worker's reports, because the loop below may end without reading a report.
         if self._is_stalled:
             self._read_notifications()
             self._check_silence()
         polled_at = time.monotonic()
         while not is_done():
             if give_up():
-                # The worker is stalled if it reported nothing in the second half of `max_wait_s`.
-                # Ignore the first half: a late report about an earlier step may arrive then.
+                # The mask worker is stalled if no report arrived in the second half of
+                # `max_wait_s`. A late report about an earlier step may arrive in the first half.
                 is_silent = self._silent_s >= self.max_wait_s / 2
                 if is_silent and self.seconds_waited >= self.max_wait_s:
                     self._is_stalled = True
@@ -496,13 +510,13 @@ class MaskWorkerClient:
             self._check_silence()
 
     def _await_notification(self, seconds: float | None) -> None:
-        """Wait until the worker reports a change in the shared memory, at most for `seconds`."""
+        """Wait at most `seconds` until the mask worker reports a change in the shared memory."""
         if self._worker is not None:
             select.select([self._worker.sock], [], [], seconds)
         self._read_notifications()
 
     def _read_notifications(self) -> None:
-        """Read the worker's reports. Drop the worker if it has ended."""
+        """Read the mask worker's reports. Drop the mask worker if the process has ended."""
         if self._worker is None:
             return
         try:
@@ -516,7 +530,7 @@ class MaskWorkerClient:
         self._drop_worker("its socket was closed" if code is None else describe_exit(code))
 
     def _check_silence(self) -> None:
-        """Drop the worker if it has reported nothing for too long while an answer is pending."""
+        """Drop the mask worker if an answer has waited too long without any report."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _MAX_COUNTED_SILENCE_S)
         self._polled_at = now
@@ -535,20 +549,21 @@ class MaskWorkerClient:
 
 
 class _WorkerProcess(Child):
-    """The mask worker's process, and a thread that sends messages to it.
+    """The mask worker's process, and a thread that sends messages to the process.
 
-    The thread waits for the device and for a slow worker, so that the engine's thread need not. The
-    thread closes the channel.
+    A message may have to wait until the device has computed tokens, or until a slow mask worker has
+    read earlier messages. The thread waits instead of the engine.
 
     Attributes:
-        put: Adds a message to the thread's queue. The argument is a function without arguments,
-            which the thread calls to get the bytes of the message. None ends the thread.
+        put: Function that adds a message to the thread's queue. The argument is a function that
+            returns the bytes of the message; the thread calls this function. `put(None)` ends the
+            thread, which then closes the socket.
     """
 
     def __init__(self, fd: int):
         module = "jpaged.structured_outputs.mask_worker"
-        # The worker leads its own process group, so that a Ctrl-C in the terminal reaches only the
-        # engine.
+        # The mask worker leads its own process group, so that a Ctrl-C in the terminal reaches only
+        # the engine.
         super().__init__(module, fd, pass_fds=[fd], is_group_leader=True)
         queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self.put = queue.put
@@ -561,7 +576,7 @@ class _WorkerProcess(Child):
             threading.Thread(
                 target=_send_all, args=(self.sock, queue), name="jpaged-masks", daemon=True
             ).start()
-        except BaseException:  # KeyboardInterrupt too
+        except BaseException:  # also after a KeyboardInterrupt
             self.put(None)
             self.kill_and_close()
             raise
@@ -569,7 +584,7 @@ class _WorkerProcess(Child):
     def close(self) -> None:
         """Kill the process and end the thread.
 
-        In a fork of the engine's process, only close the fork's copy of the channel.
+        In a fork of the engine's process, only close the fork's copy of the socket.
         """
         if self.kill():
             self.put(None)
@@ -584,20 +599,20 @@ def _send_all(sock: socket.socket, queue: SimpleQueue[Callable[[], bytes] | None
             try:
                 sock.sendall(message())
             except OSError:
-                # The worker has ended, and `_read_notifications` will notice that. Send no further
-                # message, because the last message may be incomplete.
+                # The mask worker has ended, and `_read_notifications` will notice that. Send no
+                # further message, because the last message may be incomplete.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             message = None  # drop the reference to the step's arrays while the thread waits
 
 
 def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> bytes:
-    """Return the message with a step's tokens.
+    """Return the message that sends the sampled tokens of a step to the mask worker.
 
     Args:
         where: int32 [2, n]. `where[0]` has the index of each answer in the `MaskMemory`, and
             `where[1]` the row of each answer in the step.
-        tokens: Function that waits for the step's tokens and returns them, int32 [rows].
+        tokens: Function that waits for the step's tokens and returns the tokens, int32 [rows].
     """
     try:
         found = tokens().tobytes()

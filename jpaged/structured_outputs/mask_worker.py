@@ -6,8 +6,8 @@ mask says which tokens the grammar of an answer allows next.
 
 llguidance takes 15 to 30 us for most masks. Two cases are slow:
 
-- A string of bounded length may have room for fewer characters than a token has. Then a mask needs
-  a walk through the whole vocabulary, 1 to 2 ms.
+- A string with a maximum length may have room for fewer characters than some tokens have. The mask
+  then needs a walk through the whole vocabulary, which takes 1 to 2 ms.
 - If a grammar is ambiguous, matching a token may take several milliseconds.
 
 Therefore, the worker makes the masks of all answers in one call as long as no mask is slow. Threads
@@ -51,20 +51,23 @@ _HEADER = struct.Struct("=II")
 The number is 0 except in TOKENS messages."""
 
 _MAX_ANSWER_THREADS = 16
-"""Maximum number of threads that make masks one at a time, not in batches."""
+"""Maximum number of threads that make token masks one at a time, not in batches."""
 
 _MAX_CHUNK_ANSWERS = 16
-"""Maximum number of answers in one timed call of llguidance."""
+"""Maximum number of answers in a chunk.
+
+One call of llguidance matches the tokens or makes the masks of a chunk. Each call is timed."""
 
 _USUAL_ITEM_S = 5e-5
-"""Usual seconds per token or mask in one thread of llguidance, rounded up."""
+"""Usual seconds to match a token or to make a mask in one thread of llguidance, rounded up."""
 
 _LATE_CHUNK_S = 5e-4
-"""Seconds beyond the usual time after which a chunk of answers counts as late. The cause is then a
-slow answer in the chunk."""
+"""Seconds beyond the usual time after which a call of llguidance for a chunk of answers is late.
+
+The cause of a late call is a slow answer in the chunk."""
 
 _SLOW_MASK_S = 3e-4
-"""CPU seconds above which a mask counts as slow."""
+"""CPU seconds for one token mask above which the mask counts as slow."""
 
 _NUM_TIMED_MASKS = 64
 """After a slow mask, threads make this number of masks of the same grammar one by one, and measure
@@ -74,16 +77,19 @@ Only masks that follow a mask with many allowed tokens are counted.
 """
 
 _MAX_TIMED_MASKS = 1024
-"""Maximum of `MaskTiming.num_timed_masks`, to which each slow mask adds `_NUM_TIMED_MASKS`."""
+"""Maximum number of masks of a grammar that are still to be timed (`MaskTiming.num_timed_masks`).
+
+Each slow mask adds `_NUM_TIMED_MASKS` to this number."""
 
 _HEAVY_TOKEN_S = 1e-3
 """CPU seconds for matching one token above which an answer counts as heavy, because its grammar is
 then ambiguous.
 
-Ambiguous grammars need 4 to 8 ms, all others at most 0.2 ms."""
+Ambiguous grammars need 4 to 8 ms, all other grammars at most 0.2 ms."""
 
 _HEAVY_MASK_S = 1e-2
-"""CPU seconds for one mask above which an answer is heavy. Bounded strings need up to 3 ms."""
+"""CPU seconds for one mask above which an answer counts as heavy. Strings with a maximum length
+need up to 3 ms."""
 
 _MAX_BATCH_THREADS = 8
 """Maximum number of llguidance's threads for masks that are made in batches."""
@@ -92,7 +98,7 @@ _MIN_SAMPLED_WORDS = 64
 """Minimum number of mask words that are sampled to see whether the mask allows many tokens."""
 
 _ERROR_BYTES = 2048
-"""Bytes for an answer's error in the shared memory."""
+"""Bytes that the shared memory (`MaskMemory`) reserves for an answer's error message."""
 
 
 class MaskWorkerSettings(msgspec.Struct, frozen=True):
@@ -144,7 +150,7 @@ class AnswerState(IntEnum):
     """State of an answer's entry in the `MaskMemory`.
 
     1. The engine changes FREE to PENDING and sends BEGIN.
-    2. The worker compiles the grammar, makes the first mask and sets READY or FAILED.
+    2. The mask worker compiles the grammar, makes the first mask and sets READY or FAILED.
     3. The engine sets PENDING and sends a token (TOKENS). If the answer's last token or
        mask took milliseconds, the worker sets HEAVY before matching the new token. When the work is
        done, the worker sets READY, STOPPED or FAILED. Step 3 repeats for each token.
@@ -154,19 +160,19 @@ class AnswerState(IntEnum):
     states, so a reader who sees a step in the counts also sees the states of the step.
     """
 
-    FREE = 0  # no answer uses the memory entry, and the worker does not write to it
-    PENDING = 1  # the worker compiles the grammar, matches a token or makes a mask
+    FREE = 0  # no answer uses the memory entry, and the mask worker does not write to the entry
+    PENDING = 1  # the mask worker compiles the grammar, matches a token or makes a mask
     HEAVY = 2  # like PENDING, but probably slow: a step should run without the answer
     READY = 3  # the memory entry holds the answer's next mask
     STOPPED = 4  # the answer is complete
     FAILED = 5  # the answer failed, and the memory entry holds the error
-    DROPPED = 6  # the worker has ended
+    DROPPED = 6  # the mask worker has ended
 
     @property
     def is_pending(self) -> bool:
-        """Whether the worker still has work to do for the answer.
+        """Whether the mask worker still has work to do for the answer.
 
-        When the work is done, the worker gives the answer another state.
+        When the work is done, the mask worker gives the answer another state.
         """
         return self in (AnswerState.PENDING, AnswerState.HEAVY)
 
@@ -184,7 +190,7 @@ class MaskMemory:
             tokens, and nanoseconds spent on making masks in batches.
         states: int32 [capacity], each an `AnswerState`.
         masks: int32 [capacity, W]. Bit `j` of word `w` is token `32 w + j`.
-        drop_reason: Why the last mask worker was dropped.
+        drop_reason: Why the engine dropped the last mask worker.
 
     Args:
         capacity: Number of entries.
@@ -243,18 +249,18 @@ class MaskMemory:
 
 
 class _WorkerAnswer:
-    """An answer in the mask worker.
+    """The mask worker's record of an answer.
 
-    The worker matches the tokens of all answers in one batch, and makes their masks in another. In
-    three cases, a separate thread processes the answer:
+    The worker matches the tokens of all answers in one batch, and makes the masks of all answers in
+    a second batch. In three cases, a separate thread processes the answer:
 
     - `is_heavy`: for the answer's last token, matching or making the mask took milliseconds.
     - `is_suspect`: a batch that contained the answer took too long. A thread processes the answer
       once, to measure whether this answer was the cause.
     - `needs_mask_thread`: the answer's last mask was slow, or the next mask must be timed, or the
-      lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens and the
-      grammar recently had slow masks (`Matcher.mask_timing`). In this case, the thread makes only
-      the mask, and a batch matches the token.
+      answer's lexer must be replaced. A mask is timed if the answer's last mask allowed many tokens
+      and the grammar recently had slow masks (`Matcher.mask_timing`). In this case, the thread
+      makes only the mask, and a batch matches the token.
 
     Timing is needed because a fast mask may precede a slow mask in strings of bounded length.
     """
@@ -306,9 +312,10 @@ class _WorkerAnswer:
         self.allows_many_tokens, self.has_mask = allows_many_tokens, True
 
     def note_mask_time(self, mask_seconds: float) -> bool:
-        """Record the CPU time of a mask, and return whether the masks are too slow on average.
+        """Record the CPU time of a mask. Return whether the answer's masks are too slow on average.
 
-        A single slow mask is allowed, because this mask may create lexer states for later masks.
+        A single slow mask is allowed, because making the mask may create lexer states that later
+        masks reuse.
         """
         self.excess_s = max(0.0, self.excess_s + mask_seconds - bounds.MAX_MEAN_MASK_S)
         return self.excess_s > bounds.MAX_MASK_EXCESS_S
@@ -346,7 +353,7 @@ class MaskMaker:
 
     Args:
         memory: Shared memory that gets the masks.
-        notify: Called by any thread after a change in the memory.
+        notify: Function that any thread calls after a change in the shared memory.
         num_cpus: Number of CPUs. The threads leave one CPU free if possible.
 
     Attributes:
@@ -359,7 +366,8 @@ class MaskMaker:
         self._memory, self._notify = memory, notify
         self.answers: dict[int, _WorkerAnswer] = {}
         self._stride = max(1, memory.masks.shape[1] // _MIN_SAMPLED_WORDS)
-        # Hold the lock to check `is_busy` or `is_over` of an answer and to act on the result.
+        # A thread holds the lock while it checks `is_busy` or `is_over` of an answer and acts on
+        # the result.
         self._lock = threading.Lock()
         self._num_threads = max(1, min(_MAX_BATCH_THREADS, num_cpus - 1))
         self._executor = LLExecutor(self._num_threads)
@@ -380,7 +388,7 @@ class MaskMaker:
             ).start()
 
     def add_answers(self, memory_indices: Sequence[int], compiled: Future[list[Matcher]]) -> None:
-        """Add answers, and make their first masks when `compiled` is done.
+        """Add answers with one grammar, and make their first masks when the grammar is compiled.
 
         Args:
             memory_indices: Index of each answer's entry in the `MaskMemory`.
@@ -391,14 +399,15 @@ class MaskMaker:
         compiled.add_done_callback(partial(self._set_matchers, answers))
 
     def match_tokens(self, memory_indices: np.ndarray, tokens: np.ndarray) -> None:
-        """Match one token per answer and make the masks that follow.
+        """Match one token per answer, and make the masks of the next tokens.
 
         Args:
             memory_indices: Index of each answer's entry in the `MaskMemory`, int32 [n].
-            tokens: One token per answer, int32 [n]. A negative token means that none was sampled.
+            tokens: One token per answer, int32 [n]. A negative token means that no token was
+                sampled.
         """
         start, states = time.perf_counter_ns(), self._memory.states
-        # Skip answers that this worker does not know: they belong to an earlier worker.
+        # Skip answers of an earlier mask worker, which this mask worker does not know.
         answers = self.answers
         pairs = zip(memory_indices.tolist(), tokens.tolist(), strict=True)
         items = [(answers[it], token) for it, token in pairs if it in answers]
@@ -448,7 +457,11 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Match tokens in batches. Return a dict from `MaskMemory` index to error."""
+        """Match pairs of an answer and a token in batches.
+
+        Returns:
+            The errors of answers that failed, by `MaskMemory` index.
+        """
         errors: dict[int, BaseException] = {}
         for chunk in _chunks(items):
             start = time.perf_counter()
@@ -469,14 +482,14 @@ class MaskMaker:
         """Return whether a chunk of `count` tokens or masks took much longer than usual.
 
         Args:
-            start: Value of `time.perf_counter` at the start of the chunk.
+            start: Value of `time.perf_counter` when the work on the chunk started.
             count: Number of tokens or masks in the chunk.
         """
         usual = _USUAL_ITEM_S * -(-count // self._num_threads)
         return time.perf_counter() - start > usual + _LATE_CHUNK_S
 
     def _make_masks(self, answers: Sequence[_WorkerAnswer]) -> None:
-        """Make the masks of answers in one batch, except slow masks, which threads make."""
+        """Make the masks of answers in one batch. Separate threads make masks that may be slow."""
         quick = [it for it in answers if not it.needs_mask_thread]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.needs_mask_thread:
@@ -498,7 +511,11 @@ class MaskMaker:
             self._make_masks([it for it in left if it.matcher.needs_lexer])
 
     def _fill_batch(self, answers: Sequence[_WorkerAnswer]) -> dict[int, BaseException]:
-        """Make the masks of answers in batches. Return a dict from `MaskMemory` index to error."""
+        """Make the masks of answers in batches.
+
+        Returns:
+            The errors of answers that failed, by `MaskMemory` index.
+        """
         from llguidance.numpy import fill_next_token_bitmask_par
 
         masks, memory_indices = self._memory.masks, np.array([it.memory_index for it in answers])
@@ -534,7 +551,7 @@ class MaskMaker:
     def _set_matchers(
         self, answers: Sequence[_WorkerAnswer], compiled: Future[list[Matcher]]
     ) -> None:
-        """Give answers their compiled matchers and queue their first masks.
+        """Give answers their compiled matchers, and queue jobs that make the first masks.
 
         If the grammar cannot be compiled, fail the answers.
         """
@@ -547,7 +564,10 @@ class MaskMaker:
             self._single_queue.put((answer, None))
 
     def _queue_answer(self, answer: _WorkerAnswer, token: int | None) -> None:
-        """Queue an answer for a thread. The thread matches `token`, unless it is None."""
+        """Queue a job for a thread: make the next grammar mask of a model's answer.
+
+        If `token` is not None, the thread first matches the token against the answer's grammar.
+        """
         answer.is_busy = True
         self._memory.states[answer.memory_index] = (
             AnswerState.HEAVY if answer.is_heavy else AnswerState.PENDING
@@ -555,8 +575,10 @@ class MaskMaker:
         (self._heavy_queue if answer.is_heavy else self._single_queue).put((answer, token))
 
     def _run_thread(self, queue: SimpleQueue[_AnswerJob]) -> None:
-        """Take the jobs of a queue one by one, and make the next mask of each job's answer. Never
-        return."""
+        """Run the jobs of `queue` one by one, and never return.
+
+        Each job makes the next mask of an answer.
+        """
         while True:
             answer, token = queue.get()
             try:
@@ -569,7 +591,8 @@ class MaskMaker:
                 self._rebuild_queue.put((answer, None))
             else:
                 self._finish_job(answer, error)
-            # Drop the references, so that the waiting thread keeps no lexer in memory.
+            # Drop the references, so that the answer's lexer can be freed while this thread waits
+            # for the next job.
             answer = error = None
 
     def _serve(self, answer: _WorkerAnswer, token: int | None) -> BaseException | None:
@@ -585,7 +608,7 @@ class MaskMaker:
             if matcher.is_stopped:
                 return None
         if matcher.needs_lexer:
-            return None  # the caller queues the answer for a thread that rebuilds the lexer
+            return None  # the caller queues the answer for a thread that replaces the lexer
         masks, start = self._memory.masks, time.thread_time()
         error = matcher.try_fill_mask(masks, answer.memory_index)
         if matcher.needs_lexer:
@@ -602,14 +625,15 @@ class MaskMaker:
         return error
 
     def _match(self, answer: _WorkerAnswer, token: int) -> float:
-        """Match a token of an answer, and return how many seconds that took."""
+        """Match a token of an answer, and return the seconds that matching took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.can_consume_directly(token)):
             start = time.thread_time()
             matcher.accept(token)
             return time.thread_time() - start
-        # llguidance releases the GIL only if it gets two or more matchers, so pass a broken matcher
-        # as the second. Measure wall time, because the CPU time of llguidance's threads is unknown.
+        # llguidance releases the GIL only if a call gets two or more matchers. Therefore, pass a
+        # broken matcher as the second matcher. Measure wall time, because the CPU time of
+        # llguidance's threads is unknown.
         start = time.perf_counter()
         inner = [(matcher.inner, token), (broken_matcher(matcher.vocabulary), token)]
         is_allowed, _ = self._heavy_executor.consume_token_par(inner)
@@ -658,13 +682,13 @@ def encode_message(kind: MaskMessageKind, *parts: bytes, count: int = 0) -> byte
 
 
 def main(sock: socket.socket, fd: str) -> None:
-    """Run the mask worker until the engine closes the channel, then exit the process.
+    """Run the mask worker until the engine closes the socket, then exit the process.
 
     The first message has the `MaskWorkerSettings` in JSON. The worker sends one byte to the engine
     after each change in the shared memory.
 
     Args:
-        sock: The channel to the engine.
+        sock: Socket to the engine.
         fd: File descriptor of the `MaskMemory`.
     """
     faulthandler.enable()  # print the stacks of all threads if a library crashes
@@ -689,7 +713,7 @@ def main(sock: socket.socket, fd: str) -> None:
 
 
 def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -> None:
-    """Handle the engine's messages until the channel closes."""
+    """Handle the engine's messages until the engine closes the socket."""
     if (message := receive(sock)) is None:
         return
     settings = msgspec.json.decode(memoryview(message)[_HEADER.size :], type=MaskWorkerSettings)
@@ -698,7 +722,7 @@ def _handle_messages(sock: socket.socket, fd: int, notify: Callable[[], None]) -
     job_decoder = msgspec.json.Decoder(MaskJob)
     maker = MaskMaker(memory, notify, len(os.sched_getaffinity(0)))
     gc.collect()
-    gc.freeze()  # later garbage collections skip the vocabulary
+    gc.freeze()  # later garbage collections skip the tokenizer's vocabulary
     while (message := receive(sock)) is not None:
         kind, count = _HEADER.unpack_from(message)
         if kind == MaskMessageKind.TOKENS:

@@ -1,4 +1,4 @@
-"""Compiled grammars, and matchers. A matcher follows one answer through a grammar.
+"""Compiled grammars, and matchers. A matcher says which tokens may follow in one answer.
 
 llguidance does the parsing, in Rust. This module adds the tokens that end an answer, limits on the
 cost of a grammar, and reasoning before the constrained text.
@@ -23,12 +23,13 @@ from jpaged.structured_outputs.lexers import (
 from jpaged.text.tokenizer import Tokenizer
 
 _MIN_REBUILD_TOKENS = 64
-"""Minimum number of tokens between two private lexers of an answer.
+"""Minimum number of tokens between two private lexers (compiled grammars) of an answer.
 
-An answer that fills a new lexer with fewer tokens fails, because it needs too many states alone."""
+No other answer uses a private lexer. If an answer exceeds the limit on the lexer's states within
+fewer tokens, the answer fails."""
 
 _TOKENS_PER_MEMORY_CHECK = 16
-"""Number of tokens of an answer between two checks of the memory of all lexers."""
+"""Number of tokens of an answer between two checks of the memory of all compiled grammars."""
 
 _ONE_OF_REPLACEMENT = (
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
@@ -36,7 +37,9 @@ _ONE_OF_REPLACEMENT = (
     "two cases of oneOf may allow the same value: use anyOf, or give the cases different types, "
     "constants, or constants in a required property",
 )
-"""An error text of llguidance and its replacement: clients cannot set the option that it names."""
+"""A text in llguidance's errors, and the text that replaces it.
+
+llguidance's text names an option that clients cannot set."""
 
 _MAX_LINE_BREAKS = 2
 """Maximum number of line breaks between the reasoning and the constrained text."""
@@ -64,7 +67,8 @@ def replay_tokens(vocabulary: "Vocabulary", inner: Any, consumed: list[int]) -> 
     """Let llguidance's matcher consume tokens; return whether the grammar allows all of them."""
     from llguidance import LLExecutor
 
-    # llguidance releases the GIL only if it gets two or more matchers.
+    # llguidance releases the GIL only if a call gets two or more matchers. Therefore, pass a broken
+    # matcher as the second matcher.
     executor, broken = LLExecutor(1), broken_matcher(vocabulary)
     return all(executor.consume_token_par([(inner, it), (broken, it)])[0] for it in consumed)
 
@@ -75,7 +79,7 @@ class Vocabulary:
     Attributes:
         inner: llguidance's object for the tokenizer.
         not_eos_mask: Mask of all tokens except the model's end tokens, int32 [W].
-        line_break_ids: Tokens that consist of line breaks, with the number of line breaks of each.
+        line_break_ids: Number of line breaks, by token id, of tokens that are only line breaks.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -121,7 +125,7 @@ class Vocabulary:
         """Return for each mask whether it allows an end token of the model.
 
         Args:
-            masks: int32 [any, W].
+            masks: Token masks, int32 [any, W].
             rows: Indices of n masks.
 
         Returns:
@@ -148,8 +152,9 @@ class Matcher:
         mask_timing: Counter of the grammar's masks that must still be timed. All answers with the
             same grammar share one counter.
         inner: llguidance's matcher.
-        needs_lexer: Whether the lexer must be replaced before the next mask. `rebuild_lexer` takes
-            as long as compiling the grammar, so a separate thread should call it.
+        needs_lexer: Whether `rebuild_lexer` must replace the answer's lexer before the next mask.
+            `rebuild_lexer` takes as long as compiling the grammar, so a separate thread should call
+            the method.
     """
 
     def __init__(self, grammar: "CompiledGrammar", ending_ids: frozenset[int]):
@@ -158,10 +163,10 @@ class Matcher:
         self.mask_timing = grammar.mask_timing
         self.needs_lexer = False
         self._consumed: list[int] = []
-        # Number of lexers that the answer has used so far, including the current one.
+        # Number of lexers that the answer has used so far, including the current lexer.
         self._num_lexers = 0
-        # Value of `len(_consumed)` at which the matcher got a private lexer; None while its lexer
-        # is shared.
+        # Value of `len(_consumed)` at which the matcher got a private lexer, which no other answer
+        # uses. None if the current lexer is not private.
         self._private_since: int | None = None
         self._use_lexer(*grammar.lexers.acquire(grammar.memory.is_full))
         self.inner: Any = self._lexer.initial_matcher.deep_copy()
@@ -179,7 +184,7 @@ class Matcher:
     @property
     def is_constrained(self) -> bool:
         """Whether only the grammar decides which tokens are allowed, because the reasoning and the
-        line breaks after it are over."""
+        line breaks after the reasoning are over."""
         return (
             self._reasoning_tail is None
             and not self._is_in_opening_tag
@@ -206,7 +211,8 @@ class Matcher:
         self._consume([token_id])
 
     def can_consume_directly(self, token_id: int) -> bool:
-        """Return whether `inner.consume_token` and `note_consumed` can replace `accept`."""
+        """Return whether the caller may call `inner.consume_token` and then `note_consumed` for the
+        token, instead of `accept`."""
         return self.is_constrained and not self.needs_lexer and token_id not in self.ending_ids
 
     def _match_opening_tag(self, token_id: int) -> bool:
@@ -241,7 +247,11 @@ class Matcher:
                 raise error
 
     def note_consumed(self, token_id: int, is_allowed: bool) -> GrammarError | None:
-        """Record that `inner` has consumed or refused a token, and return the error, if any."""
+        """Record that llguidance's matcher (`inner`) has consumed or refused a token.
+
+        Returns:
+            The error of the answer, or None.
+        """
         if not is_allowed:
             error = self._find_failure("the grammar does not allow the sampled token")
             if error is not None:
@@ -250,14 +260,14 @@ class Matcher:
         self.is_stopped = is_allowed and self.inner.is_stopped()
         if not len(self._consumed) % _TOKENS_PER_MEMORY_CHECK and self._grammar.memory.is_full:
             # Making masks adds lexer states for tokens that the answer then does not contain. A new
-            # lexer takes less memory, because it only replays the answer's tokens.
+            # lexer takes less memory, because the new lexer only matches the answer's tokens.
             self.needs_lexer |= not self.is_stopped and self._may_shrink()
         return None
 
     def _use_lexer(self, lexer: Lexer, use: LexerUse) -> None:
-        """Use a lexer until the next call of this method.
+        """Use a lexer for this matcher until the next call of this method.
 
-        When the matcher is garbage-collected, the lexer is returned to the pool.
+        When the matcher is garbage-collected, the lexer is returned to the `LexerPool`.
         """
         self._lexer: Any = lexer
         self._num_lexers += 1
@@ -270,8 +280,8 @@ class Matcher:
     def _may_rebuild(self) -> bool:
         """Return whether a new lexer would probably have fewer states than the current lexer.
 
-        Return False if the answer got a private lexer fewer than `_MIN_REBUILD_TOKENS` tokens ago.
-        Another private lexer would soon have as many states again.
+        Return False if the answer got a private lexer, which no other answer uses, fewer than
+        `_MIN_REBUILD_TOKENS` tokens ago. A second private lexer would soon have as many states.
         """
         since = self._private_since
         return since is None or len(self._consumed) - since >= _MIN_REBUILD_TOKENS
@@ -286,11 +296,11 @@ class Matcher:
         )
 
     def _find_failure(self, default_reason: str) -> GrammarError | None:
-        """Return the error of `inner`; if the lexer is broken, set `needs_lexer` and return None.
+        """Return the error of llguidance's matcher, or set `needs_lexer` and return None.
 
-        A lexer breaks when it has too many states, and then all matchers that share the lexer fail.
-        All answers that used the lexer have added states to it, so this answer need not be the
-        cause.
+        If the matcher's lexer has too many states, all matchers that share the lexer fail. All
+        answers that used the lexer have added states, so this answer need not be the cause. The
+        method then sets `needs_lexer`, unless a new lexer would soon have too many states again.
         """
         probe = self._lexer.initial_matcher.deep_copy()
         probe.compute_bitmask()
@@ -303,7 +313,7 @@ class Matcher:
         return None
 
     def rebuild_lexer(self) -> None:
-        """Replace the lexer, and consume the answer's tokens again.
+        """Replace the matcher's lexer, and consume the answer's tokens again.
 
         Raises:
             GrammarError: The lexers of all answers take too much memory.
@@ -320,7 +330,7 @@ class Matcher:
         self.needs_lexer, self.is_stopped = False, self.inner.is_stopped()
 
     def fill_mask(self, rows: np.ndarray, row: int) -> GrammarError | None:
-        """Write the mask of the next token into `rows[row]`. Replace the lexer if needed.
+        """Write the mask of the next token into `rows[row]`. Replace the matcher's lexer if needed.
 
         Args:
             rows: Masks, int32 [rows, W].
@@ -340,7 +350,7 @@ class Matcher:
                 return error
 
     def try_fill_mask(self, rows: np.ndarray, row: int) -> GrammarError | None:
-        """Write the mask of the next token into `rows[row]`, but never replace the lexer.
+        """Write the mask of the next token into `rows[row]`, but never replace the matcher's lexer.
 
         If the lexer must be replaced first, the method sets `needs_lexer` and returns None. The
         caller must then ignore the contents of `rows[row]`. See `fill_mask` for the arguments and
@@ -353,14 +363,15 @@ class Matcher:
         return self.adapt_mask(rows[row])
 
     def adapt_mask(self, mask: np.ndarray) -> GrammarError | None:
-        """Add end tokens, line breaks and the opening tag to llguidance's mask, in place.
+        """Adapt llguidance's mask in place to the rules for end tokens, line breaks and reasoning.
 
         Args:
-            mask: llguidance's mask, int32 [W]. During the reasoning, the old contents are ignored.
+            mask: llguidance's mask, int32 [W]. During the reasoning, llguidance makes no mask, and
+                the method writes a mask of all tokens except end tokens.
 
         Returns:
-            The error if the grammar has failed or allows no next token, otherwise None. If
-            `needs_lexer` was set, ignore the contents of the mask.
+            The error if the grammar has failed or allows no next token, otherwise None. If this
+            call has set `needs_lexer`, the caller must not use the mask.
         """
         # Forbid end tokens, because the answer must still contain the constrained text.
         if self.is_in_reasoning:
@@ -390,8 +401,8 @@ class Matcher:
             if not self.is_stopped:
                 reason = "the grammar allows no next token here, and the answer is incomplete"
                 return spec_error(self._spec, reason)
-            # The lexer was rebuilt, and the new lexer shows that the answer is complete. Allow only
-            # end tokens.
+            # The answer got a new lexer, which shows that the answer is complete. Allow only end
+            # tokens.
             mask[:] = ~self.vocabulary.not_eos_mask
         return None
 
@@ -407,7 +418,7 @@ class Matcher:
         return spec_error(self._spec, reason)
 
     def unexpected_error(self, error: BaseException) -> GrammarError:
-        """Return the error with which this answer ends after an unexpected exception."""
+        """Return the error of the answer after an unexpected exception."""
         return spec_error(self._spec, f"{type(error).__name__}: {error}")
 
 
@@ -418,8 +429,8 @@ class MaskTiming:
     All answers that use the grammar share this object.
 
     Attributes:
-        num_timed_masks: Number of further masks whose computation `MaskMaker` must time. To time a
-            mask, `MaskMaker` computes it alone in a thread, instead of in a batch.
+        num_timed_masks: Number of further masks whose computation `MaskMaker` must time. A mask
+            that is timed is computed alone in a thread, instead of in a batch.
     """
 
     num_timed_masks: int = 0
@@ -434,7 +445,7 @@ class CompiledGrammar:
         lexers: Pool of the grammar's lexers.
         vocabulary: Vocabulary of the tokenizer.
         opening_tag_ids: Tokens of the specification's `opening`.
-        memory: Memory of all lexers of all grammars.
+        memory: Measures the memory of all lexers of all grammars.
         rebuild_lexer: `GrammarCompiler.rebuild_lexer`.
         mask_timing: Counter of the grammar's masks that must still be timed.
     """

@@ -14,7 +14,7 @@ class PropertyCount:
     """Limits that a JSON schema sets on the number of an object's optional properties.
 
     Attributes:
-        optional_names: Names in `properties` that are not required.
+        optional_names: Names in `properties` that are neither required nor forbidden.
         min_optional: Minimum number of properties that are not required.
         max_optional: Maximum number of properties that are not required; None for no maximum.
         allows_other_names: Whether an object may have names that `properties` does not list.
@@ -90,9 +90,9 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether an object could have more than `max_optional` optional properties.
+        """Whether `maxProperties` forbids any object that the schema's other keywords allow.
 
-        If so, the schemas from `cases` must limit the number of optional properties.
+        False if an object can have at most `max_optional` optional properties anyway.
         """
         return self.max_optional is not None and (
             self.allows_other_names or self.max_optional < len(self.optional_names)
@@ -100,7 +100,7 @@ class PropertyCount:
 
     @property
     def _sizes(self) -> range:
-        """Allowed numbers of optional properties in an object."""
+        """Allowed numbers of properties from `optional_names` in an object."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,

@@ -29,11 +29,15 @@ _FORMAT_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}
 """Patterns that replace llguidance's formats, which allow second 60 and 29 February in any year."""
 
 _MAX_FACTS_DEPTH = 100
-"""Maximum nesting depth of schemas, including references, at which `_Facts` are computed."""
+"""Maximum nesting depth of schemas, including `$ref`, at which `_Facts` (bounds on the matching
+values) are computed."""
 
 
 def rewrite_schema(schema: Any) -> Any:
-    """Return a schema that is equivalent to a checked `schema` and that llguidance enforces."""
+    """Return an equivalent schema that llguidance enforces.
+
+    `schemas.check_schema` must have accepted `schema`.
+    """
     return _SchemaRewriter(schema).rewrite(schema)
 
 
@@ -77,7 +81,7 @@ class _SchemaRewriter:
         return value
 
     def _are_exclusive(self, cases: list[Any]) -> bool:
-        """Return whether no value can match two cases of a `oneOf`; False if that is unknown."""
+        """Return whether no value can match two cases of a `oneOf`. Return False if unknown."""
         facts = [self._facts(case, with_properties=True) for case in cases]
         if _are_distinct([it.values for it in facts]):
             return True
@@ -92,7 +96,7 @@ class _SchemaRewriter:
         """Return bounds on the values that match a schema.
 
         Args:
-            schema: A checked schema within the root.
+            schema: A schema within the root schema.
             with_properties: Whether to compute bounds on the values of an object's properties too.
         """
         if not isinstance(schema, Mapping):
@@ -155,7 +159,7 @@ class _Facts:
     names: frozenset[str] | None = None
 
     def intersect(self, other: "_Facts") -> "_Facts":
-        """Return bounds on the values that match both the schema of `self` and that of `other`."""
+        """Return bounds on the values that match the schemas of both `self` and `other`."""
         properties = dict(self.properties)
         for name, facts in other.properties.items():
             properties[name] = properties[name].intersect(facts) if name in properties else facts
@@ -168,7 +172,7 @@ class _Facts:
         )
 
     def excludes(self, other: "_Facts") -> bool:
-        """Return True only if no value matches both the schema of `self` and that of `other`."""
+        """Return True only if no value matches the schemas of both `self` and `other`."""
         common = self.types & other.types
         if not common or (
             self.values is not None
@@ -186,7 +190,7 @@ class _Facts:
 
 
 def _are_distinct(values: Sequence[frozenset[Any] | None]) -> bool:
-    """Return whether the sets are disjoint; False if a set is unknown (None)."""
+    """Return whether sets of JSON values are disjoint; False if a set is unknown (None)."""
     known = [each for each in values if each is not None]
     num_values = sum(map(len, known))
     return len(known) == len(values) and len(frozenset().union(*known)) == num_values
@@ -206,8 +210,8 @@ def _intersect_sets(
 
 
 def _value_key(value: Any) -> Any:
-    """Return a hashable key. Two values have equal keys if and only if they are equal as JSON
-    values: 1 equals 1.0, but 1 does not equal true."""
+    """Return a hashable key of a JSON value. Two values have equal keys if and only if the values
+    are equal in JSON: 1 equals 1.0, but 1 does not equal true."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _value_key(it)) for name, it in value.items())
     if isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ ANNOTATION_KEYWORDS = {
     *("writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
     *("$comment", "$schema", "$id", "$anchor"),
 }
-"""Keywords that do not restrict values."""
+"""Keywords of JSON Schema that do not restrict which values match."""
 
 SCHEMA_KEYWORDS = {"items", "additionalProperties"}
 SCHEMA_LIST_KEYWORDS = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -50,13 +50,13 @@ _FORMAT_NAMES = (
 SchemaPath = str
 Schema = Mapping[str, Any]
 _SchemasById = Mapping[int, tuple[SchemaPath, Schema]]
-"""Schemas and their paths, by `id(schema)`."""
+"""Maps `id(schema)` to the path and the schema."""
 _ResolveReference = Callable[[SchemaPath, Schema], Any]
 """Function that returns the target of a schema's `$ref`."""
 
 
 def check_schema(name: str, schema: object) -> None:
-    """Check that a grammar can enforce a JSON schema, and that some finite value matches it.
+    """Check that a grammar can enforce a JSON schema, and that a value can match the schema.
 
     Args:
         name: Path of the schema, for errors.
@@ -88,8 +88,8 @@ class _SchemaChecker:
 
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
-        # Maps `id(schema)` to the schema. The ids stay unique because the dict keeps the schemas
-        # alive.
+        # Maps `id(schema)` to the path and the schema. The ids stay unique because the dict keeps
+        # the schemas alive.
         self._schemas: dict[int, tuple[SchemaPath, Schema]] = {}
         # Targets of references. A key is `id(schema)` of a schema with a `$ref`. The value is the
         # schema to which the `$ref` refers.
@@ -228,7 +228,7 @@ def _subschemas(path: SchemaPath, keyword: str, value: Any) -> Iterator[tuple[Sc
             yield f"{path}.{name[:60]}", it
 
 
-# Keywords
+# The following functions check the values of keywords.
 
 
 def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root: bool) -> None:
@@ -272,7 +272,12 @@ def _check_multiple(path: SchemaPath, value: Any) -> None:
 
 
 def _check_values(path: SchemaPath, keyword: str, value: Any) -> None:
-    """Check the values of an `enum` or a `const`, including nested values."""
+    """Check that an answer can contain the values of an `enum` or a `const`, even nested values.
+
+    Raises:
+        ValueError: There are too many values, values are nested too deeply, or a string or a number
+            cannot be enforced.
+    """
     is_list = isinstance(value, list) and bool(value)
     _require(path, value, keyword == "const" or is_list, "a list of values, at least one")
     left, num_values = [(value, 0)], 0
@@ -360,7 +365,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_merged(found: _SchemasById, resolve: _ResolveReference) -> None:
-    """Raise ValueError if too many schemas, patterns or `multipleOf` apply to one value.
+    """Raise ValueError if too many schemas, patterns or `multipleOf` apply to one JSON value.
 
     llguidance merges the schemas of `allOf`, `$ref`, `anyOf` and `oneOf` that apply to a value.
     """
@@ -430,7 +435,8 @@ def _schema_tally(schema: Schema) -> tuple[int, ...]:
 
 
 _ExtraNames = tuple[bool, int]
-"""Whether a schema has `patternProperties`, and how many names outside `properties` it allows."""
+"""Whether a schema has `patternProperties`, and how many property names it allows that `properties`
+does not list: `_AT_MOST_ONE`, `_SEVERAL` or `_UNLIMITED`."""
 
 _AT_MOST_ONE, _SEVERAL, _UNLIMITED = range(3)
 _UNLIMITED_NAMES = frozenset({(False, _UNLIMITED)})
@@ -464,8 +470,10 @@ def _intersect_counts(
 
 
 def _all_of(path: SchemaPath, schema: Schema, resolve: _ResolveReference) -> Iterator[Any]:
-    """Yield the schemas in `allOf` and `$ref`. A value that matches `schema` must match all of
-    these."""
+    """Yield the schemas in `allOf` and `$ref` of a schema.
+
+    A value that matches the schema must match all yielded schemas.
+    """
     yield from schema.get("allOf", ())
     if "$ref" in schema:
         yield resolve(path, schema)
@@ -475,7 +483,7 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
     yield from schema.get(keyword, ())
 
 
-# The following code finds JSON schemas that no finite value can match.
+# The following code finds JSON schemas that match no JSON value of finite size.
 
 
 DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -483,12 +491,12 @@ DISJOINT_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "o
 
 
 class _SatisfiabilityCheck:
-    """Finds JSON schemas that no JSON value of finite size matches.
+    """Finds JSON schemas that match no JSON value of finite size.
 
     For example, an object that must contain another object of the same schema would be infinite.
 
-    For each schema, the check computes the JSON types of the finite values that match the schema.
-    Every set of types is empty at first. The check adds types until no set changes (the least fixed
+    For each schema, the check computes the JSON types of the matching values of finite size. Every
+    set of types is empty at first. The check adds types until no set changes (the least fixed
     point).
     """
 
@@ -497,7 +505,7 @@ class _SatisfiabilityCheck:
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
         # `_needed[id(schema), "object"]` lists the schemas of the required properties of `schema`.
         # `_needed[id(schema), "array"]` lists the schemas of the required items. `_compute_types`
-        # removes a schema from a list when a finite value is known to match the removed schema.
+        # removes a schema from the list when a value of finite size is known to match that schema.
         self._needed = {
             (key, kind): list(needed(schema))
             for key, (_, schema) in found.items()
@@ -527,7 +535,7 @@ class _SatisfiabilityCheck:
             if not self._types[key]:
                 raise RequestError(
                     path,
-                    "matches no finite value",
+                    "matches no finite value (every value is invalid or nested without end)",
                     remedy="make a required property or item optional, or change its type",
                 )
 
@@ -552,9 +560,10 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # `needed` lists the schemas that are not yet known to match a finite value. While the
-            # list is not empty, no finite object or array is known to match. A removed schema needs
-            # no second check, because the set of types of a schema never shrinks.
+            # `needed` lists schemas of required properties (or items) for which no matching value
+            # of finite size is known yet. Until the list is empty, no object (or array) of finite
+            # size is known to match `schema`. Removed schemas never return to the list, because the
+            # set of types of a schema never shrinks.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

@@ -14,7 +14,10 @@ from jpaged.errors import RequestError, short_repr
 from jpaged.structured_outputs import bounds
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that a JSON string of an answer cannot contain: answers have no \\u escapes."""
+"""Control characters that a JSON string in an answer cannot contain.
+
+llguidance allows these characters only as \\u escapes, and `GrammarCompiler` forbids \\u escapes.
+"""
 
 # The two patterns below match texts from clients, and `re` holds the GIL while it matches.
 # Possessive repeats (`*+`) and the group `unclosed` prevent backtracking, so that matching takes
@@ -59,13 +62,13 @@ _LARK_TOKEN = re.compile(
 
 Elements that the checks treat alike match the same group of the pattern."""
 
-_MAX_DIGITS = 9  # a repetition count with more digits exceeds the limit anyway
+_MAX_DIGITS = 9  # a repetition count with more digits exceeds `bounds.NESTED_REPETITIONS`
 
 _WHITESPACE: Any = re.compile(r"[ \t\r\n]*")
 
 
 def check_characters(path: str, text: str) -> None:
-    """Raise ValueError if a text of a schema has a character that an answer cannot contain."""
+    """Raise ValueError if a string of a JSON schema has a character that no answer can contain."""
     if (found := _UNWRITABLE.search(text)) is not None:
         raise RequestError(
             path,
@@ -78,8 +81,8 @@ def check_pattern(path: str, text: str) -> None:
     """Check a regular expression of a schema.
 
     Raises:
-        ValueError: The expression exceeds a limit, or names a character that an answer cannot
-            contain. llguidance would ignore such a character.
+        ValueError: The expression exceeds a limit, or contains a character that no answer can
+            contain. llguidance would ignore the character.
     """
     check_characters(path, text)
     check_regex(path, text)
@@ -171,11 +174,12 @@ class _RepetitionCounter:
         self._path = path
         # For each open group, the largest product of nested repetition counts.
         self._group_products = [1]
-        self._last_product = 1  # product of nested repetition counts in the last item or group
+        # Product of nested repetition counts in the last character or group.
+        self._last_product = 1
 
     def add_item(self) -> None:
-        """Process an item, such as a character. If a repetition follows the item in the text, call
-        `repeat_last` next."""
+        """Process a part that is no group, such as a character. If a repetition follows the part in
+        the text, call `repeat_last` next."""
         self._last_product = 1
 
     def open_group(self) -> None:
@@ -192,14 +196,14 @@ class _RepetitionCounter:
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
 
     def repeat_last(self, count: int) -> None:
-        """Multiply the repetitions of the last item or group by `count`."""
+        """Multiply the repetitions of the last character or group by `count`."""
         self._last_product *= max(count, 1)
         self._group_products[-1] = max(self._group_products[-1], self._last_product)
         bounds.NESTED_REPETITIONS.check(self._path, self._last_product)
 
 
 def replace_schemas(text: str, write_schema: Callable[[object], str]) -> str:
-    """Return a grammar in which `write_schema` has replaced each JSON schema."""
+    """Return a grammar's text with each JSON schema replaced by the result of `write_schema`."""
     parts, position, start = [], 0, 0
     while (token := _LARK_TOKEN.match(text, position)) is not None:
         position = token.end()
@@ -221,7 +225,7 @@ def parse_json(path: str, text: str) -> Any:
     """Return the value of a JSON text. Errors name `path`.
 
     Raises:
-        ValueError: The text is not JSON, or an object in it has a name twice.
+        ValueError: The text is not JSON, or an object in the text has a name twice.
     """
     return _decode_json(path, lambda decoder: decoder.decode(text))
 

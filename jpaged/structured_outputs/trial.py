@@ -1,4 +1,4 @@
-"""`GrammarTrial` compiles a new grammar in a separate process, where a crash costs one request."""
+"""`GrammarTrial` compiles a new grammar in a separate process, where a crash fails one request."""
 
 import resource
 import signal

@@ -177,7 +177,7 @@ class _Marks:
         return self._marks_by_text[text]
 
     def restore(self, text: str) -> str:
-        """Return `text` with each character that `mark` returned replaced by the original text."""
+        """Replace each mark in `text` by the text that the mark stands for. Return the result."""
         return text.translate(self.marked_texts)
 
 
@@ -199,10 +199,10 @@ def _map_strings(value: Any, change: Callable[[str, str], Any], key: str = "") -
 
     Args:
         value: Strings, mappings, lists and tuples, nested to any depth. Other values stay the same.
-        change: Function that returns the new string. The first argument is the old string. The
-            second argument says where the string is: for a value in a mapping, the name of the
-            value; for a name in a mapping, `_OBJECT_KEY`; elsewhere, "".
-        key: Second argument of `change` if `value` is a string.
+        change: Function that takes (string, key) and returns the new string. If the string is a
+            value in a mapping, `key` is the value's key. If the string is itself a key in a
+            mapping, `key` is `_OBJECT_KEY`. Otherwise, `key` is "".
+        key: Argument `key` of `change` if `value` is a string.
     """
     if isinstance(value, str):
         return change(value, key)

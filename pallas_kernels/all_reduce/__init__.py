@@ -168,7 +168,7 @@ def nan_if_peer_lost(header: Int32[Array, "W"]) -> Float32[Array, ""]:
 
 
 def check_sum(x, header, buffer_index):
-    """Check the arguments of `device_sum`: rows, buffer index, and size of the header."""
+    """Check the arguments of `device_sum`; `header` is the array with peer-memory addresses."""
     checks.check_array("x", x, "[T, D]")
     if buffer_index not in (0, 1):
         raise ValueError(f"buffer_index is {buffer_index!r}: pass 0 or 1")

@@ -285,9 +285,9 @@ def _even_split_tiles(tiles, spec):
 def _min_split_tiles(tiles, spec):
     """Return the minimum number of key tiles per split [B], for sequences of `tiles` [B] tiles.
 
-    A sequence may have at most `num_splits` splits. With splits of one tile, a long sequence would
-    need a second merge step. The minimum is then two tiles, because a merge step takes longer than
-    the computation of a tile.
+    A sequence may have at most `num_splits` splits. A sequence of more than `splits_per_merge`
+    tiles gets at least two tiles per split. Splits of one tile would need a second merge step,
+    which takes longer than the computation of a tile.
     """
     min_tiles = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(min_tiles, jnp.minimum(pl.cdiv(tiles, spec.splits_per_merge), 2))

@@ -389,14 +389,13 @@ def _kernel(
         def softmax(scores, reference, row_sum, shift):
             """Compute the softmax weights of one key tile.
 
-            A weight is exp2(score - reference score), where both scores are in log2. Each row has
-            one reference score: the maximum of the row in this key tile or in an earlier key tile.
+            A weight is exp2(score - reference score), where both scores are in log2. The reference
+            score of a row is the row's running maximum over the key tiles, but it is updated only
+            if it would rise by more than `_RESCALE_THRESHOLD_LOG2`.
 
             Args:
                 scores: Products q . keys [CONSUMER_ROWS, KEY_TILE], not yet scaled to log2.
-                reference: Reference score of each row. If the row's largest score in the key tile
-                    exceeds the reference score by more than `_RESCALE_THRESHOLD_LOG2`, the largest
-                    score becomes the reference score.
+                reference: Reference score of each row before this key tile.
                 row_sum: Partial sums of the earlier weights [CONSUMER_ROWS, _STRIP_COLUMNS].
                 shift: Position of the first query token, minus the position of the first key.
                     Query token t sees the keys 0 to t + `shift` of the key tile. With None, all
@@ -499,11 +498,11 @@ def _kernel(
             return ends
 
         def zero_tail_values(stage, live, seq_len):
-            """Set the rows of a value tile to 0 that are past the end of the sequence.
+            """Set row `live` and all later rows of a value tile to 0.
 
-            `live` is the first of these rows. If the sequence ends at the end of a block, the
-            loader has already written the zeros. Both consumer warpgroups write the same zeros, so
-            the warpgroups need no barrier.
+            These rows are past the end of the sequence. If the sequence ends at the end of a block,
+            the loader has already written the zeros. Both consumer warpgroups write the same zeros,
+            so the warpgroups need no barrier.
             """
 
             @pl.when((live < KEY_TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
@@ -624,8 +623,8 @@ def _any_positive_in_warp(array):
     """Return, in each warp, 1 if the warp's part of `array` has a positive number, else 0.
 
     The array has the shape [CONSUMER_ROWS, _STRIP_COLUMNS]. Warps may get different results, so
-    code that depends on the result must not wait for other warps. NaN is ignored, because a thread
-    holds numbers of two rows. If one row is unused and holds NaN, the other row still counts.
+    code that depends on the result must not wait for other warps. NaN counts as not positive. An
+    unused row that holds NaN does not hide positive numbers in other rows.
     """
 
     def body(_, array):

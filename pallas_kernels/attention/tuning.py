@@ -172,10 +172,11 @@ def widening_config(
 ) -> WideningConfig:
     """Return the launch parameters of widen_triton.py, which converts FP8 blocks of the KV pool.
 
-    The buffer has room for at least twice as many blocks as the new tokens fill. The result does
-    not depend on the batch size, so steps of different batch sizes share compiled kernels. The
-    result must not depend on the pool size either. The engine first determines the memory of a
-    step, including this buffer, and gives the remaining memory to the pool.
+    The kernel writes the converted blocks to a buffer. The buffer has room for at least twice as
+    many blocks as the new tokens fill. The buffer size does not depend on the batch size, so steps
+    of different batch sizes share compiled kernels. The buffer size must not depend on the pool
+    size either. The engine first determines the memory of a step, including this buffer, and gives
+    the remaining memory to the pool.
 
     Args:
         num_tokens: Number of new tokens in the step.

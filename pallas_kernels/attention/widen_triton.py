@@ -77,8 +77,8 @@ def widen_blocks(
         jnp.where(sequence_index < num_fitting, seq_lens, 0),
         jnp.maximum(query_start_loc, border),
     )
-    # Without the optimization barrier, XLA recomputes the fields at every use, which takes seconds
-    # to compile.
+    # Without the optimization barrier, XLA would recompute the block tables and lengths at every
+    # use, which takes seconds to compile.
     return WideBlocks(wide, *lax.optimization_barrier(fields))
 
 
@@ -93,8 +93,8 @@ def _plan_blocks(block_tables, query_start_loc, seq_lens, block_size, max_blocks
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]
     counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
-    # Without the optimization barrier, XLA would recompute the counts at every use, which takes
-    # seconds to compile.
+    # Without the optimization barrier, XLA would recompute the number of blocks per sequence at
+    # every use, which takes seconds to compile.
     counts = lax.optimization_barrier(counts)
     ends = jnp.cumsum(counts)
     starts, fits = ends - counts, ends <= max_blocks

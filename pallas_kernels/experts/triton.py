@@ -209,8 +209,9 @@ def _sort_kernel(experts_ref, order_ref, positions_ref, offsets_ref, *, num_keys
     index = jnp.arange(_NUMBERS_PER_PROGRAM, dtype=jnp.int32)
     index += pl.program_id(0) * _NUMBERS_PER_PROGRAM
     is_pair = index < num_pairs
-    # In interpret mode, a masked store also writes, and could overwrite a new value with an old
-    # one. JAX ignores stores past the end of an array, so masked indices are past the end.
+    # In interpret mode, a store also writes the elements whose mask is false, and could overwrite a
+    # new value with an old one. These elements therefore get an index past the end of the array,
+    # where JAX ignores the store.
     expert = jnp.where(is_pair, num_offsets, index - num_pairs)
     bounds = jnp.where(is_pair, load_keys(index, is_pair), expert * num_pairs)
 

@@ -38,8 +38,8 @@ def sort_by_expert(experts, num_experts, num_tokens=None):
     """Sort the pairs (token, choice) by expert.
 
     Args:
-        experts: Expert [T, k] of each pair, relative to the first expert of the device. If the
-            number is not from 0 to `num_experts` - 1, the pair is routed to no expert.
+        experts: Expert index [T, k] of each pair, counted from the first expert of the device. A
+            pair with an index below 0 or above `num_experts` - 1 is routed to no expert.
         num_experts: Number of experts of the device (E).
         num_tokens: Number of tokens; later rows are padding. None means no padding.
 

@@ -130,7 +130,8 @@ def _few_rows_gemm(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
     num_padding_scales = -weight_scale.shape[1] % SCALE_COPY_ALIGNMENT if is_grouped else 0
-    # The padding aligns the first scale of each row, and keeps the last copy inside the array.
+    # With the padding, each row of scales begins at a multiple of 16 bytes, and the array ends at
+    # such a multiple. Copies to shared memory need this alignment.
     if num_padding_scales:
         weight_scale = jnp.pad(weight_scale, ((0, 0), (0, num_padding_scales)))
     return call(x, weight, x_scale, weight_scale.reshape(-1))

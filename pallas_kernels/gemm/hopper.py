@@ -42,7 +42,9 @@ from pallas_kernels.hopper_pipeline import CONSUMER_ROWS, NUM_CONSUMERS, TILE_CO
 # kernel, it is also the number of columns per consumer. The widest swizzle has 128 bytes, which are
 # 64 numbers of 2 bytes.
 TILE = 64
-NUM_FACTORS = 2  # A tile of the many-rows kernel has `NUM_FACTORS` blocks of columns.
+# `_many_rows_kernel` multiplies each tile of x by `NUM_FACTORS` blocks of weight columns. A gated
+# GEMM has one block of gate and one block of up; other GEMMs have two neighbouring blocks.
+NUM_FACTORS = 2
 
 
 def split_k_gemm(x, weight, *, config: FewRowsConfig):

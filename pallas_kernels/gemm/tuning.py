@@ -181,9 +181,10 @@ def many_rows_config(gemm: GemmProblem) -> ManyRowsConfig | None:
 
 
 def invariant_few_rows_config(gemm: GemmProblem) -> FewRowsConfig | None:
-    """Return launch parameters of hopper.py's few-rows kernel that do not split the depth, or None.
+    """Return launch parameters of hopper.py's few-rows kernel without split-K, or None.
 
-    The number of rows must be a multiple of 8. A number above 64 must be a multiple of 64.
+    None means that the kernel cannot run. The kernel needs a multiple of 8 rows. Above 64 rows, the
+    kernel needs a multiple of 64 rows.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     is_whole = num_tokens % min(num_tokens, 64) == num_tokens % 8 == depth % 64 == width % 64 == 0
@@ -316,8 +317,8 @@ def _choose_few_rows_config(
         return None
     splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
-    # Number of SMs per column tile of the weight. All row tiles read the same weight, so the number
-    # of row tiles does not matter here.
+    # With fewer weight tiles than SMs, each program prefetches more bytes of the weight. Programs
+    # for different rows read the same weight tiles, so `row_tiles` has no effect.
     cores_per_tile = max(1, num_cores / (splits * column_tiles))
     # With block scales, stages with two groups are faster than stages with one group.
     is_paired = grouped and num_factors == 1 and tile_rows <= 64 and depth // splits % 256 == 0

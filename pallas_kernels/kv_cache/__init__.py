@@ -150,7 +150,8 @@ def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
 def check_rope(qkv, kv, angles, norms, dtype):
     """Check that the fused projection fits the pool, and that angles and norms fit the projection.
 
-    The projection must hold the pool's K key and K value heads, and a multiple of K query heads.
+    The pool has K KV heads. The projection must hold K key heads, K value heads, and a multiple of
+    K query heads.
     """
     pool = checks.check_pool(kv)
     num_kv_heads, head_size = pool["K"], pool["H"]

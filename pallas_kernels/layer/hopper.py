@@ -141,7 +141,8 @@ class LayerPlan:
 
     @functools.cached_property
     def gemms(self) -> tuple[GemmPartition, ...]:
-        """Partitions of the four GEMMs: output, gate and up, down, qkv."""
+        """Partitions of the four GEMMs, in order: the output projection of the attention, the fused
+        gate and up projection, the down projection, and the next layer's qkv projection."""
         s = self.sizes
         shapes = (
             (s.hidden, s.attention_output, 128),

@@ -82,7 +82,8 @@ def test_lower_bound_of_the_step_time_is_smaller_with_fp8_weights_and_kv_cache()
         rel=1e-6,
         # The weight bytes differ slightly, because the scales of the FP8 KV cache count as weights.
     )
-    # These are the lower bounds of cases C and D, for which FP8 results of vLLM are known.
+    # Lower bounds in seconds of the decode steps and the prefill in cases C and D of
+    # `bench.latency`, in which vLLM was measured with FP8.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)
     assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.1)

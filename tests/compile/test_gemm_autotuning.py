@@ -86,7 +86,7 @@ def test_url_of_a_compilation_cache_is_not_used_as_a_folder(
     assert not (recorded.parent / "gs:").exists()
 
 
-def test_no_gemm_measurements_are_installed_if_the_cache_folder_is_not_writable(
+def test_gemm_measurements_are_not_copied_to_a_cache_folder_that_is_not_writable(
     cache: Path, recorded: Path
 ):
     cache.write_text("a file")

@@ -347,7 +347,7 @@ def make_jobs(start: Start, **options: Any) -> list[CompileJob]:
     )
 
 
-def test_worker_jobs_have_the_engines_number_of_tensor_parallel_devices(start: Start):
+def test_worker_jobs_use_the_tensor_parallel_size_of_the_engine(start: Start):
     assert [job.num_devices for job in make_jobs(start, tensor_parallel_size=2)] == [2, 2]
 
 

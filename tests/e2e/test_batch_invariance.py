@@ -26,11 +26,11 @@ SPARSE: dict[str, Any] = {
     "moe_intermediate_size": 192,
     "norm_topk_prob": True,
 }
-NUM_REQUESTS = 8
+NUM_REQUESTS = 9  # more than the smallest batch size of a decode step, which is 8
 COMMON: dict[str, Any] = {
     "batch_invariant": True,
     "skip_tokenizer_init": True,
-    "max_num_seqs": 8,
+    "max_num_seqs": 16,
     "num_blocks": 129,
 }
 RECOMPUTE = {
@@ -54,7 +54,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "recompute, speculation": RECOMPUTE | {"speculative_config": SWAP["speculative_config"]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-IN_DEFAULT_TIER = ("prefix hits", "recompute, chunks, synchronous")
+IN_DEFAULT_TIER = ("recompute, chunks, synchronous", "swap, speculation")
 IN_FULL_TIER = [name for name in COMPOSITIONS if name not in IN_DEFAULT_TIER]
 
 

@@ -51,9 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Sizes of random models by model family. The models have 1 to 8 KV heads. The vocabulary has 96
 tokens, which is divisible by 8, or 97 tokens."""
-IN_DEFAULT_TIER = {("opt", 2)}
-"""Pairs (model family, number of devices) that the default test tier runs. Other tests of the
-default tier cover other model families."""
+IN_DEFAULT_TIER = {("opt", 2), ("mistral", 2)}
+"""Pairs (model family, number of devices) that the default test tier runs. The two devices share
+the single KV head of the Mistral model."""
 
 TINY: dict[str, Any] = {
     "max_num_seqs": 4,

@@ -36,8 +36,8 @@ def test_step_waits_longer_if_more_rows_lack_their_grammar_masks(
     now += 0.0030
     assert is_spent(0.3)
     assert not budget.is_spent(0.3, has_unconstrained_rows=False)
-    # The host has just waited 2 ms for the device. The step may then wait 2 ms for masks, even if
-    # only rows with slow grammars lack their masks.
+    # Here too, only rows with slow grammars lack their masks. But the host has just waited 2 ms for
+    # the device, so the step may also wait 2 ms for the masks.
     budget.begin_wait(0.002)
     now += 0.0019
     assert not is_spent(0.0)

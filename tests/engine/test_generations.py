@@ -218,7 +218,7 @@ def test_abort_discards_a_finished_output_before_engine_step_returns_it(engine: 
     assert [(each.request_id, each.finished) for each in engine.step()] == [("a", True)]
 
 
-def test_error_while_an_output_is_made_ends_only_that_request(engine: Engine):
+def test_error_while_the_output_of_a_request_is_made_ends_only_that_request(engine: Engine):
     output = RequestState.output
 
     def broken(self: RequestState) -> RequestOutput:

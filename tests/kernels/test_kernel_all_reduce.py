@@ -142,7 +142,7 @@ def test_peer_memory_needs_several_hopper_gpus():
     assert words == [(10, 2**21), (14, 2**21), (22, 2**21)]
 
 
-def test_all_reduce_header_contains_the_memory_addresses_of_all_devices():
+def test_make_exchange_header_returns_the_memory_addresses_of_all_devices():
     words = make_exchange_header(1, [0x1_0000_0002, 0xFEDC_0000_1234], max_polls=5)
     assert words[:4].tolist() == [0, 1, 5, 0]
     addresses = words[4:].view(np.uint64).tolist()

@@ -303,9 +303,10 @@ def test_attention_of_no_queries_is_empty(backend):
     np.testing.assert_array_equal(pool.k, kv.k)
 
 
-# (tokens, new tokens) of sequences: first sequences with one new token (decode rows), then prompt
-# chunks, with one more decode row between them. The last two sequences are padding. In large
-# batches the decode kernel computes the leading decode rows.
+# Each pair is (number of tokens, number of new tokens) of a sequence. A decode row has one new
+# token. A batch starts with decode rows. Prompt chunks follow, with one more decode row among the
+# chunks. The last two sequences are padding. In large batches, the decode kernel computes the
+# decode rows at the start.
 DECODE_ROWS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
 CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
 BATCHES = {
@@ -636,12 +637,12 @@ FP8_HOPPER_CASES = [
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_tiles_have_few_unused_rows_for_any_number_of_query_heads_per_kv_head(group):
-    """A KV head has `group` query heads. Some tile rows are unused if the number of query heads per
-    tile does not divide `group`.
+def test_prefill_tiles_have_few_unused_rows(group):
+    """A tile holds rows of one or more query heads of a KV head, which has `group` query heads.
 
-    In a step of 8,192 tokens, the number of unused rows is at most 7% of the number of used rows.
-    In smaller steps, the limit is 90%: tiles then hold more query heads, so fewer tiles are needed.
+    Some rows are unused if the number of query heads per tile does not divide `group`. In a step of
+    8,192 tokens, the unused rows are at most 7% of the used rows. In a smaller step, the unused
+    rows may be up to 90% of the used rows, because more query heads per tile save tiles.
     """
     for num_tokens in (64, 512, 2048, 8192):
         members = prefill_hopper.choose_heads_per_tile(group, num_tokens)

@@ -182,7 +182,7 @@ def test_nan_in_one_token_changes_no_other_row_of_expert_outputs(dtype, backend)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_expert_ops_refuse_arguments_that_do_not_fit():
+def test_expert_ops_refuse_invalid_arguments():
     logits, x = jnp.zeros((3, NUM_EXPERTS)), make_rows(3, F32)
     gate_up, down = make_weights(F32)
     options: dict[str, Any] = {"backend": Backend.XLA}

@@ -345,7 +345,7 @@ def test_fp8_experts_lower_to_two_gemms_and_small_kernels(num_tokens, grouped, c
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
-def test_truncation_lowers_to_five_kernels(width):
+def test_min_p_top_k_and_top_p_lower_to_five_kernels(width):
     row = jax.ShapeDtypeStruct((B,), F32)
 
     def run(logits, temperature, min_p, top_p, top_k):
@@ -357,7 +357,7 @@ def test_truncation_lowers_to_five_kernels(width):
 
 
 @pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
-def test_token_scores_and_greedy_scores_each_lower_to_two_kernels(width):
+def test_logprobs_of_given_or_greedy_tokens_lower_to_two_kernels(width):
     logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
     options = {"count": 20, "backend": Backend.TRITON}
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)

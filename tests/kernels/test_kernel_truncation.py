@@ -98,7 +98,7 @@ _settings = st.fixed_dictionaries(
     scales=st.lists(st.sampled_from([1e-20, 1e-3, 1.0, 1e6]), min_size=B, max_size=B),
     params=st.lists(_settings, min_size=B, max_size=B),
 )
-def test_truncation_of_random_rows_matches_sorted_reference(rows, scales, params, backend):
+def test_min_p_top_k_and_top_p_of_random_logits_match_sorting(rows, scales, params, backend):
     logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
     logits[np.abs(logits) < 1e-30] = 0.0  # XLA treats subnormal numbers as zeros.
     _check(logits, params, backend)
@@ -131,11 +131,11 @@ def test_top_p_applies_after_top_k_and_min_p(backend):
 
 
 @pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
-def test_truncation_keeps_all_tokens_if_all_logits_are_equal(one, backend):
+def test_min_p_top_k_and_top_p_keep_all_tokens_if_all_logits_are_equal(one, backend):
     assert _kept(np.full((1, V), -7.5), [one], backend).all()
 
 
-def test_disabled_truncation_keeps_all_tokens(backend):
+def test_all_tokens_are_kept_without_min_p_top_k_and_top_p(backend):
     row = np.where(np.arange(V) == 3, 0.0, -1e30)
     assert _kept([row], [{}], backend).all()
 
@@ -158,7 +158,7 @@ LARGE = {
         keep=lambda name, backend: backend is Backend.INTERPRET or name == "normal",
     ),
 )
-def test_truncation_of_a_large_vocabulary_matches_sorted_reference(name, backend):
+def test_min_p_top_k_and_top_p_of_a_large_vocabulary_match_sorting(name, backend):
     params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
     params += [{"top_p": 0.9, "temperature": t, "min_p": 1e-4} for t in (0.1, 1.7)]
     params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]
@@ -201,7 +201,7 @@ def test_row_with_nan_or_infinity_changes_no_other_row(bad, backend):
             np.testing.assert_array_equal(kept[[0, 2, 3]], clean[[0, 2, 3]])
 
 
-def test_truncation_program_contains_no_sort():
+def test_min_p_top_k_and_top_p_lower_without_a_sort():
     logits = jnp.zeros((B, V), jnp.float32)
     text = _truncate.lower(logits, **_parameters([{}] * B), backend=Backend.XLA).as_text()
     assert "stablehlo.sort" not in text
@@ -216,7 +216,7 @@ def test_truncation_program_contains_no_sort():
         ({"min_p": jnp.zeros(B, jnp.int32)}, TypeError, "min_p has dtype int32"),
     ],
 )
-def test_truncation_argument_of_wrong_dtype_or_shape_is_named_in_the_error(change, error, message):
+def test_error_names_min_p_top_k_or_top_p_of_wrong_dtype_or_shape(change, error, message):
     arguments = {**_parameters([{}] * B), **change}
     with pytest.raises(error, match=message):
         truncation.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)

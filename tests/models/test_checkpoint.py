@@ -158,7 +158,7 @@ def test_check_model_refuses_a_folder_without_a_valid_config(tmp_path):
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "../x", "spa ce"])
 @pytest.mark.usefixtures("no_download")
-def test_missing_path_that_is_not_a_hub_id_is_refused_offline(model):
+def test_model_that_is_neither_a_folder_nor_a_hub_id_is_refused_without_a_download(model):
     with pytest.raises(CheckpointError, match=re.escape(repr(model))):
         resolve_checkpoint(model)
 

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-kv-head": LLAMA | {"num_key_value_heads": 1, "vocab_size": 49},
 }
 COUNTS = (2, 4, 8)
-# Most cases run on 8 devices, so that there are more devices than KV heads.
+# "groups" and "one-kv-head" run on 8 devices, so that there are more devices than KV heads.
 CASES_AND_COUNTS = covering(
     [pytest.param(it, marks=[pytest.mark.full] if it == "experts" else []) for it in CASES],
     (2, 8),

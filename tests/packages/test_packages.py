@@ -15,7 +15,10 @@ CASES = {
 
 
 def find_python(version: str) -> str | None:
-    """Return the path of a Python of this version, for example of pyenv; None if there is none."""
+    """Return the path of a Python interpreter, or None if there is no interpreter of the version.
+
+    The interpreter is on the PATH or was installed by pyenv. `version` is, for example, "3.11".
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = (shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python"))
     for path in filter(None, found):

@@ -150,7 +150,7 @@ BAD = ({"city": "Rome"}, {"city": "Oslo", "days": 3}, {**GOOD, "x": 1})
 
 
 def write_call(family: str, name: str, arguments: dict[str, Any]) -> str:
-    """Return the text of a call in the family's format."""
+    """Return the text of a tool call in the format of a model family, such as "hermes"."""
     key = "parameters" if family == "llama3_json" else "arguments"
     text = json.dumps({"name": name, key: arguments})
     if family == "qwen3_xml":

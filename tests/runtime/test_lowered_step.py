@@ -274,8 +274,9 @@ def test_each_device_of_a_jax_model_launches_the_kernels_of_one_device(name: tup
     """With two devices, each layer also has two all-reduces: one after the attention, and one after
     the feed-forward.
 
-    `on_gpu` sets the kernels' GPU for one device only. With two devices, the kernels see the CPU
-    devices of the mesh, so the prefill kernel is a Triton kernel instead of a Hopper kernel.
+    The test runs on a CPU. `on_gpu` simulates an H200 GPU, but only for programs of one device. A
+    program of two devices sees the CPU devices of the mesh, and chooses a Triton kernel instead of
+    a Hopper kernel for the prefill.
     """
     alone, both = (lowered_with_numpy_rules(fused_jax_recipes(2, count)[name]) for count in (1, 2))
     one, two = launches(alone), launches(both, ALL_REDUCE)

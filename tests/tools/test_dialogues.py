@@ -142,7 +142,7 @@ def test_every_row_begins_with_a_new_document():
         pack(lambda _: raw_document(Example("spell", "a" * 100, "b")), 1, 100)
 
 
-def test_long_rows_contain_tools_and_conversations():
+def test_long_training_rows_contain_tool_calls_and_chats_of_many_turns():
     _, long = make_batch(1, 2, BatchShape(short_rows=1, long_rows=12))
     texts = [bytes(int(i) for i in row if i < 256).decode() for row in long.tokens]
     assert any("<tool_response>" in text for text in texts)

@@ -16,7 +16,7 @@ from tools.tune_programs import Inputs, compile_all, lower_loop, num_calls, seco
 from tools.tune_sweep import Outcome, compare_results, sweep
 
 DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, FAILS_LATE = 1, 2, 3, 4
-HEURISTIC = triton.MoveConfig().chunk
+DEFAULT_CHUNK = triton.MoveConfig().chunk
 
 
 def _doubled(x):
@@ -54,8 +54,11 @@ def _op(log: list) -> Op:
 
 
 class Clock:
-    """A fake timer. It runs a program once, and returns 1 s for the program of the heuristic, which
-    is the first program of each case. It returns 0.5 s for other programs."""
+    """A fake timer that runs a program once.
+
+    The timer returns 1 s for the first program of each case, which has the default launch
+    parameters. It returns 0.5 s for other programs.
+    """
 
     def __init__(self, log: list, broken: Callable[[int], bool] = lambda call: False) -> None:
         self.log, self.calls, self.first, self.broken = log, 0, {}, broken
@@ -86,7 +89,8 @@ def test_failing_candidate_does_not_reject_other_candidates():
     assert rejected[2].rejected.startswith("wrong results in 'small'")
     assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
     assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
-    # In each of the two cases, the sweep measures the heuristic twice and the good candidate once.
+    # In each of the cases "long" and "short", the sweep times the default launch parameters twice
+    # and the good candidate once.
     assert clock.calls == 2 * 3
 
 
@@ -123,7 +127,7 @@ def test_inputs_of_a_failed_program_are_made_again():
     assert good.ratios == {"long": 0.5, "short": 0.5}
 
 
-def test_heuristic_is_timed_twice_and_the_better_time_counts():
+def test_default_launch_parameters_are_timed_twice_and_the_better_time_counts():
     log: list = []
     times = iter([8.0, 3.0, 2.0, 4.0, 3.0, 6.0])
 
@@ -135,14 +139,14 @@ def test_heuristic_is_timed_twice_and_the_better_time_counts():
     assert outcome.ratios == {"long": 3 / 2, "short": 3 / 4}
 
 
-def test_candidates_equal_to_the_heuristic_are_skipped():
+def test_candidates_equal_to_the_default_launch_parameters_are_skipped():
     log: list = []
-    outcomes = sweep(_op(log), _chunks(HEURISTIC, 16, 16), Backend.XLA, Clock(log))
+    outcomes = sweep(_op(log), _chunks(DEFAULT_CHUNK, 16, 16), Backend.XLA, Clock(log))
     assert [outcome.override for outcome in outcomes] == _chunks(16)
-    assert sweep(_op(log), _chunks(HEURISTIC), Backend.XLA, Clock(log)) == []
+    assert sweep(_op(log), _chunks(DEFAULT_CHUNK), Backend.XLA, Clock(log)) == []
 
 
-def test_sweep_raises_if_the_heuristic_fails():
+def test_sweep_raises_if_the_kernel_fails_with_the_default_launch_parameters():
     log: list = []
     op = _op(log)
     broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
@@ -164,7 +168,7 @@ def test_programs_are_compiled_concurrently():
     assert compile_all(programs, 2) == (programs, {})
 
 
-def test_timed_program_consumes_its_states_and_returns_new_ones():
+def test_timed_program_donates_only_the_arrays_that_the_op_updates():
     case = _case("long", 64, [])
     program, inputs = lower_loop(case, Backend.XLA).compile(), Inputs.of(case)
     taken, (argument,) = inputs.states[0], inputs.arguments[0]

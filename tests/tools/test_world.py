@@ -68,7 +68,7 @@ def test_list_answers_have_the_items_of_the_question():
 @pytest.mark.parametrize(
     ("task", "lengths"), [("count", SHORT_ANSWER), ("count_long", LONG_ANSWER)]
 )
-def test_answers_of_counting_tasks_run_from_a_to_b(task, lengths):
+def test_answers_of_counting_tasks_list_the_requested_numbers(task, lengths):
     for example in sample_examples(4, 200, task=task):
         assert lengths[0] <= len(example.answer) <= lengths[1]
         if example.answer[0].isalpha():

@@ -57,7 +57,8 @@ class Snapshot:
         tables: Block tables of the sequences that hold blocks.
         words: Words in each used block, by block id.
         counts: Reference count of each block except the null block, by block id; 0 if free.
-        copies: Source of each block that was copied since the previous snapshot, by block id.
+        copies: Copies of blocks since the previous snapshot: a dict from the id of the new block to
+            the id of the source block.
         num_free: Number of free blocks.
     """
 
@@ -94,7 +95,7 @@ class Scene:
         self._scripts: dict[str, Script] = {}
         self._seq_ids = count()
         self._words: dict[int, list[str]] = {}
-        self._come_and_go(order)
+        self._set_free_order(order)
         self._watch = PoolWatch(self.scheduler, num_token_blocks=len(order))
 
     def add(
@@ -167,7 +168,7 @@ class Scene:
         num_free = self.scheduler.block_manager.num_free_blocks
         return Snapshot(tables, dict(sorted(held.items())), counts, dict(changes.copies), num_free)
 
-    def _come_and_go(self, order: list[int]) -> None:
+    def _set_free_order(self, order: list[int]) -> None:
         manager = self.scheduler.block_manager
         holders = {}
         for _ in order:
@@ -190,9 +191,9 @@ class Scene:
 
 
 def says(*texts: str) -> Script:
-    """Return a stand-in for a language model (`Script`) that completes the prompt to given texts.
+    """Return a stand-in for a language model (`Script`) that outputs given words.
 
-    `texts[i]` is the prompt followed by the output words of sample i.
+    `texts[i]` contains the prompt, followed by the output words of sample i.
     """
 
     def script(words: tuple[str, ...]) -> list[tuple[str, float]]:

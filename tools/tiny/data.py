@@ -273,10 +273,10 @@ class _Source:
         return self._dialogue(DIALOGUE_SHARES)
 
     def _in_room(self, room: int, document: Document) -> Document:
-        """Return a single question if `room` is over 64 tokens; otherwise return `document`.
+        """Return a short document instead of `document`, which is too long for the current row.
 
-        The current row has `room` free tokens, and `document` has more tokens than that. The
-        question may fit into the current row. `document` begins a new row.
+        The short document may fit into the current row, which has `room` free tokens. If `room` is
+        at most 64, return `document`, which then begins a new row.
         """
         return self.short() if room > 64 else document
 

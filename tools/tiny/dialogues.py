@@ -127,8 +127,11 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
-    """Return a question that asks to compute with two numbers. For each number, `pair` contains its
-    text in the question, and the number as a numeral."""
+    """Return a question that asks to compute with two numbers.
+
+    For each number, `pair` contains two strings, such as ("seventeen", "17"). The question contains
+    the first string, and the expression contains the second.
+    """
     sign = rng.choice("+-*/")
     name = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}[sign]
     is_spoken = pair[0][0] != pair[0][1]
@@ -386,7 +389,7 @@ _FIELDS = {  # A schema may name the same fact by any of these property names.
 
 
 def _json_extract(rng: random.Random) -> Draft:
-    """Return a question that contains a text about a person and a JSON schema. The answer is a JSON
+    """Return a question that contains a JSON schema and a text about a person. The answer is a JSON
     object with facts from the text. The schema determines the names of the properties."""
     facts: dict[str, str | int] = {
         "name": _proper(rng),
