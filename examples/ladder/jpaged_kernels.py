@@ -20,8 +20,8 @@ from pallas_kernels import Backend, LayerKV, paged_prefill_attention, select_bac
 def rungs() -> tuple[SimpleNamespace, ...]:
     """Return versions of attention that run jpaged's kernel, in the form that `main` expects.
 
-    The first uses the backend for this device. Without a GPU, the second runs the Triton kernel in
-    the interpreter.
+    The first version uses the backend for this device. Unless this backend is Triton, a second
+    version runs the Triton kernel in the interpreter.
     """
     backend = select_backend(jax.default_backend())
     others = () if backend is Backend.TRITON else (Backend.INTERPRET,)

@@ -433,7 +433,7 @@ class Attention(nnx.Module):
         return KVScales(self.k_scale[...], self.v_scale[...])
 
     def head_norms(self) -> HeadNorms | None:
-        """Return the norms of each query and key head; None if the layer has no such norms."""
+        """Return the RMSNorm parameters of query and key heads; None if heads have no RMSNorm."""
         q, k = self.q_norm, self.k_norm
         if self.layer_config.qk_norm != "head":
             return None

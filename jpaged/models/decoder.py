@@ -126,9 +126,10 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | PendingAllReduce | None, LayerKV]:
         """Run the layer, and return the new `hidden`, `update` and `kv`.
 
-        The residual stream before the layer is `hidden` plus the rows that the previous layer adds.
-        `update` represents these rows (see `LayersOutput`). The next norm adds them to `hidden`.
-        The results `hidden` and `update` describe the residual stream after the layer.
+        The residual stream before the layer is the sum of the arguments `hidden` and `update`. The
+        argument `update` is the output of the previous layer (see `LayersOutput`); the layer's
+        first norm adds `update` to `hidden`. The residual stream after the layer is the sum of the
+        new `hidden` and the new `update`.
         """
         backend = attention.backend
         # Only sparse layers skip padding rows, so only sparse layers need the number of tokens.

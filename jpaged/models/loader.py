@@ -291,8 +291,8 @@ def _split_into_slabs(placement: TensorPlacement) -> Iterator[tuple[np.ndarray, 
         return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
     # The tensor may have different shapes in the file and in the parameter, so the sizes of a row
-    # may differ. A slab must consist of whole rows in both shapes. The number of elements in a slab
-    # is therefore a multiple of both row sizes.
+    # may differ. A slab (the rows that are read together) must consist of whole rows in both
+    # shapes. The number of elements in a slab is therefore a multiple of both row sizes.
     common_row_size = math.lcm(row_size, file_row_size)
     step = (
         max(1, SLAB_BYTES // (common_row_size * FILE_DTYPES[tensor.dtype].itemsize))

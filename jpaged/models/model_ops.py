@@ -201,7 +201,7 @@ class ModelOps:
         return Split((REPLICATED, spec), shard_runner.split_along(None if axis is None else 1))
 
     def _replicated(self, num_arrays: int) -> Split | None:
-        """Return a `Split` that replicates all arrays of an operation; None on one device."""
+        """Return the `Split` of an operation with only replicated arrays; None on one device."""
         return None if self._shard_runner is None else Split((REPLICATED,) * num_arrays)
 
     def _call(

@@ -324,8 +324,8 @@ class ModelStep(ModelOps):
         if missing:
             raise ValueError(
                 f"forward called attend for {len(self._attended)} of "
-                f"{format_count(len(self._layers), 'layer')}: also call it for layer "
-                f"{', '.join(missing)}, or lower num_layers"
+                f"{format_count(len(self._layers), 'layer')}: also call attend for "
+                f"layer {', '.join(missing)}, or lower num_layers"
             )
         return tuple(self._attended[i] for i in range(len(self._layers)))
 

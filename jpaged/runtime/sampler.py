@@ -143,8 +143,12 @@ work for random sampling."""
 
 
 def unpack_params(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
-    """Unpack rows that `pack_params` packed, on the device. `position` is described in
-    `SamplingRows`."""
+    """Unpack the sampling parameters of each batch row inside a jitted step.
+
+    Args:
+        packed: Sampling parameters of each row, as packed by `pack_params`.
+        position: Index, in the row's sequence, of the token to sample.
+    """
     floats = jax.lax.bitcast_convert_type(packed[:, : len(_FLOAT_COLUMNS)], jnp.float32)
     return SamplingRows(
         **{name: floats[:, column] for column, name in enumerate(_FLOAT_COLUMNS)},

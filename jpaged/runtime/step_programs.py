@@ -126,7 +126,7 @@ class StepProgram:
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the function's arguments."""
+        """Names of the step function's arguments."""
         return tuple(signature(self.function).parameters)
 
     @property

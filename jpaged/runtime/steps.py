@@ -137,8 +137,8 @@ def decode_step(
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
     positions = jnp.maximum(batch.seq_lens - 1, 0)
     batch_tables, seq_lens = tables[batch.rows], batch.seq_lens
-    # A row may have more tokens than KV slots. Write the keys and values that this step computes
-    # for the row to the null block.
+    # After accepted drafts, a row may have more tokens than KV slots. Write all keys and values
+    # that this step computes for such a row to the null block.
     if row_tokens is not None:
         batch_tables = jnp.where(seq_lens[:, None] < 0, 0, batch_tables)
         seq_lens = jnp.maximum(seq_lens, 0)
@@ -186,8 +186,8 @@ def prefill_step(
     if row_tokens is not None:
         limits = unpack_prefill_limits(packed, num_tokens=num_tokens, batch_size=batch_size)
         sample_positions = resolve_lengths(seq_lens, limits, row_tokens.lengths[batch.rows])
-        # A row may have more tokens than KV slots. Write the keys and values that this step
-        # computes for the row to the null block.
+        # After accepted drafts, a row may have more tokens than KV slots. Write all keys and values
+        # that this step computes for such a row to the null block.
         block_tables = jnp.where(sample_positions[:, None] < 0, 0, block_tables)
         seq_lens = jnp.abs(sample_positions)
     seq_index, positions, real = _token_positions(seq_lens, starts, num_tokens)

@@ -289,10 +289,10 @@ class SwapEntries:
 
 
 def _select_chunks(chunks: list[SwapChunk], swap: SwapIn) -> Iterator[tuple[SwapChunk, np.ndarray]]:
-    """Yield each chunk with blocks to copy back to the pool, and the destinations of the blocks.
+    """Yield the chunks from which blocks are copied to the pool, as pairs (chunk, block ids).
 
-    The destinations are an array with one element per block of the chunk: the id of the pool block
-    to write, or -1 to skip the block.
+    The array of block ids has one element per block of the chunk: the id of the pool block to
+    write, or -1 to skip the chunk's block.
 
     Args:
         chunks: All chunks of a swap entry.

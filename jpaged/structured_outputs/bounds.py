@@ -9,7 +9,7 @@ from jpaged.errors import ErrorKind, RequestError
 
 
 class Bound(NamedTuple):
-    """A limit on a number of items, such as choices, and the words of the error above the limit.
+    """Maximum number of items, such as choices, and words for the error about too many items.
 
     Attributes:
         limit: Maximum number of items.

@@ -516,7 +516,7 @@ class MaskWorkerClient:
         self._read_notifications()
 
     def _read_notifications(self) -> None:
-        """Read the mask worker's reports. Drop the mask worker if the process has ended."""
+        """Read the mask worker's reports. Drop a worker that has closed the socket."""
         if self._worker is None:
             return
         try:
@@ -582,7 +582,7 @@ class _WorkerProcess(Child):
             raise
 
     def close(self) -> None:
-        """Kill the process and end the thread.
+        """Kill the mask worker's process, and end the thread that sends messages.
 
         In a fork of the engine's process, only close the fork's copy of the socket.
         """

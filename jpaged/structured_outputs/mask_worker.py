@@ -349,12 +349,14 @@ the token is None, only make the mask."""
 
 
 class MaskMaker:
-    """Matches the tokens of answers and makes their masks. Call all methods from one thread.
+    """Grammar matchers of structured answers, and threads that make masks of allowed next tokens.
+
+    Call all methods from one thread.
 
     Args:
-        memory: Shared memory that gets the masks.
-        notify: Function that any thread calls after a change in the shared memory.
-        num_cpus: Number of CPUs. The threads leave one CPU free if possible.
+        memory: Shared memory for the masks and the state of each answer.
+        notify: Function that this object calls after changes in the shared memory, in any thread.
+        num_cpus: Number of CPUs. This number bounds the number of threads.
 
     Attributes:
         answers: Answers by `MaskMemory` index.

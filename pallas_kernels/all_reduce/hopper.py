@@ -271,7 +271,7 @@ def _exchange_row(
 
 
 def _sum_partials(parts: list[list[Value]], dtype) -> list[Value]:
-    """Return the words of a chunk, summed over the split-K partials and rounded to bfloat16."""
+    """Sum the split-K partials of a chunk, and return the sums as words of two bfloat16 numbers."""
     if len(parts) == 1:
         return parts[0]
     if dtype == jnp.bfloat16:

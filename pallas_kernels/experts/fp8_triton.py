@@ -157,10 +157,10 @@ def _kernel(
             return load(weight_ref, index, broadcast(is_column, 0, shape), inner)
 
         def group_scales(step):
-            """Return, for each weight, x's row scales times the scale of a block of the weight.
+            """Return, for each weight (gate and up, or only down), a scale per row of the product.
 
-            The weights are gate and up, or only down. Each scale covers a group of
-            `FP8_GROUP_SIZE` columns of x. Use the group that contains column `step * _DEPTH`.
+            A product's scale is the scale of x's row times the scale of the weight's block. Both
+            belong to the group of `FP8_GROUP_SIZE` columns of x with column `step * _DEPTH`.
             """
             group = lax.div(step, jnp.int32(FP8_GROUP_SIZE // _DEPTH))
             source = x_scale_ref.at[jnp.full_like(x_rows, group), x_rows]

@@ -348,9 +348,9 @@ def _tile_smem(shape, dtype):
 
 
 def _row_smem(shape, dtype):
-    """Return a second type for the memory of `_tile_smem`, with which single rows can be copied.
+    """Return the type of a view of the memory of `_tile_smem`, for copies of single rows.
 
-    The shape is [count, chunks * rows, columns of a chunk]; a row of this type has 128 bytes.
+    The view has the shape [count, chunks * rows, columns of a chunk]. A row has 128 bytes.
     """
     count, rows, columns = shape
     chunk_columns = 128 // jnp.dtype(dtype).itemsize

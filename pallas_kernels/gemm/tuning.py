@@ -71,11 +71,11 @@ class FewRowsConfig:
     """Launch parameters of the few-rows kernels of hopper.py and fp8_hopper.py.
 
     Attributes:
-        num_splits: Number of programs that share the depth.
+        num_splits: Number of parts into which the K dimension is split (split-K).
         tile_rows: Number of rows per program.
         num_consumers: Number of consumer warpgroups per program, each for 64 columns.
         num_stages: Number of pipeline stages, at least 2.
-        num_groups: Depth of a pipeline stage, in units of 128 bytes; always 1 in hopper.py.
+        num_groups: Size of a pipeline stage along K, in units of 128 bytes; always 1 in hopper.py.
     """
 
     num_splits: int

@@ -194,7 +194,7 @@ def layer_zeros(sizes):
     return jnp.zeros((ROWS, attention_output), BF16), jnp.zeros((ROWS, hidden), BF16), weights
 
 
-def test_fused_layer_errors_name_the_wrong_argument():
+def test_fused_layer_errors_name_the_invalid_argument():
     attention_output, hidden, weights = layer_zeros(SMALL)
     exchange = jnp.zeros(1, jnp.int32)
     valid: Any = [attention_output, hidden, weights, jnp.int32(1), exchange, EPS]

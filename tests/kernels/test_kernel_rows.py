@@ -280,13 +280,13 @@ def _assert_gemm(got, exact, depth, dtype):
 
 @pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
 def test_split_k_gemm_matches_reference(shape, dtype, backend):
-    """The sum of the partials equals the product, whether or not the depth is split."""
+    """The sum of the partials equals the product, whether or not the K dimension is split."""
     rows, depth, width = shape
     x, weight = _inputs(6, (rows, depth), (depth, width), dtype)
     partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert partials.dtype == (dtype if len(partials) == 1 else F32)
     assert len(partials) == 1 or (backend is not Backend.XLA and dtype != F32)
-    # In interpret mode the op runs XLA's GEMM, but splits the depth as on a GPU.
+    # In interpret mode the op runs XLA's GEMM, but splits the K dimension as on a GPU.
     if backend is Backend.INTERPRET and dtype != F32:
         assert len(partials) == {8: 4, 64: 8, 300: 1}.get(rows, len(partials))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)

@@ -118,7 +118,7 @@ def test_block_tables_equal_those_of_the_paper():
     assert (both.table("A").block_table, both.table("B").block_table) == ((7, 1, 3), (5, 2))
 
 
-def test_blocks_in_block_table_order_hold_the_words_of_the_sequence():
+def test_blocks_in_block_table_order_hold_the_tokens_of_the_sequence():
     snapshot, query = scenes.attending()
     words = [w for b in snapshot.table("A").block_table for w in snapshot.words[b]]
     assert words == [*scenes.GETTYSBURG.split(), "fathers", "brought", "forth"]

@@ -126,7 +126,7 @@ class Scene:
         return request
 
     def step(self) -> StepPlan:
-        """Schedule a step, and pass the sampled words to the scheduler."""
+        """Schedule a step, sample its tokens, and update the scheduler with the tokens."""
         plan = self.schedule()
         self.read(plan)
         return plan
@@ -144,7 +144,7 @@ class Scene:
         return plan
 
     def read(self, plan: StepPlan) -> None:
-        """Sample the words of the step, and update the scheduler with these words."""
+        """Sample tokens for each sequence of the step, and update the scheduler with the tokens."""
         offers = [self._offer(row.sequence) for row in plan.scheduled]
         width = min(len(ids) for ids, _ in offers)
         token_ids = np.array([ids[:width] for ids, _ in offers], np.int32)

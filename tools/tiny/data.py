@@ -64,7 +64,7 @@ THOUGHT_SHARES = {
     "think_count_letter": 2,
     "think_other": 7,
 }
-THOUGHTFUL = 0.25  # Fraction of the single questions with reasoning before the answer.
+THOUGHTFUL = 0.25  # Share of one-question documents in which reasoning precedes the answer.
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 class BatchShape:
     """Numbers and lengths of the short rows and of the long rows of a training step.
 
-    Short rows contain single questions. Long rows mainly contain chats and long answers.
+    Short rows contain documents with one question. Long rows mainly contain chats and long answers.
     """
 
     short_rows: int = 112

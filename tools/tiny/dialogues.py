@@ -61,7 +61,7 @@ Maker = Callable[[random.Random], Draft]
 
 
 def sample_dialogues(seed: int, n: int, task: str, *, held_out: bool = True) -> list[Dialogue]:
-    """Draw `n` dialogues of a task: held-out dialogues, or training dialogues.
+    """Draw `n` dialogues of a task: held-out dialogues if `held_out`, else training dialogues.
 
     Raises:
         ValueError: `task` is not one of `TASKS`.

@@ -161,7 +161,10 @@ def train(
     peak: float,
     keep: Path | None = None,
 ) -> Params:
-    """Train until the run ends, and save a checkpoint to the folder `keep` every minute."""
+    """Train until the limit of steps or seconds in `progress` is reached.
+
+    If `keep` is given, save a checkpoint to this folder every minute.
+    """
     params = stacked(params)
     state, losses, minute = OPTIMIZER.init(params), collections.deque[jax.Array](), 1
     for first, batches in zip(itertools.count(0, LAUNCH), launches, strict=False):
