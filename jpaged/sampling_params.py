@@ -567,13 +567,14 @@ class SamplingParams(Options, group="how tokens are chosen"):
         num_endings = len(self.ending_ids(eos_token_ids))
         limit = max_logprobs - num_endings
         if (self.beam_width or 0) > limit:
-            remedy = "lower beam_width" + ("" if self.ignore_eos else ", or set ignore_eos=True")
+            remedy = "lower beam_width" if limit > 0 else "pass fewer stop_token_ids"
+            remedy += "" if self.ignore_eos else ", or set ignore_eos=True"
             raise RequestError(
                 "beam_width",
                 (
-                    f"is more than {limit}. The search needs {self.beam_width} next tokens that "
-                    f"continue a beam, but the engine returns only {max_logprobs} next tokens per "
-                    f"beam, and {num_endings} of the returned tokens may end the output"
+                    f"is more than {max(limit, 0)}. The search needs {self.beam_width} next tokens "
+                    f"that continue a beam, but the engine returns only {max_logprobs} next tokens "
+                    f"per beam, and {num_endings} of the returned tokens may end the output"
                 ),
                 value=f"{self.beam_width}",
                 remedy=remedy,

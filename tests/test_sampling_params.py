@@ -169,6 +169,12 @@ def test_beam_width_and_end_tokens_together_are_limited():
     params.validate_for(20, 20, (2, 3))  # 20 is the vocabulary size
 
 
+def test_error_for_too_many_stop_tokens_of_a_beam_search_suggests_fewer():
+    params = SamplingParams(beam_width=1, ignore_eos=True, stop_token_ids=[*range(20)])
+    with pytest.raises(ValueError, match=r"beam_width=1 is more than 0\. .*: pass fewer stop_tok"):
+        params.validate_for(100, 20, (2,))
+
+
 def test_beam_search_and_best_of_above_n_cannot_be_streamed():
     SamplingParams(n=3).check_streamable()
     SamplingParams(n=3, best_of=3).check_streamable()
