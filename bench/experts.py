@@ -140,6 +140,28 @@ def router_logits(key: jax.Array, num_tokens: int, num_experts: int, skew: float
     return noise - skew * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))[None]
 
 
+def lower_bound(
+    shape: Shape, num_tokens: int, experts_hit: float, itemsize: int, bandwidth: float
+) -> float:
+    """Return the lower bound in seconds of the two GEMMs of a layer.
+
+    Args:
+        shape: Sizes of the experts.
+        num_tokens: Number of tokens.
+        experts_hit: Number of experts that the tokens choose.
+        itemsize: Bytes of an element of the weights.
+        bandwidth: Bytes that the GPU reads per second.
+    """
+    seconds = 0.0
+    # The weight of the gated GEMM has 2 * `inner` columns, and the weight of the down GEMM has
+    # `inner` rows.
+    for columns in (2 * shape.inner, shape.inner):
+        read = experts_hit * shape.hidden * columns * itemsize / bandwidth
+        flops = 2 * num_tokens * shape.num_choices * shape.hidden * columns
+        seconds += max(read, flops * itemsize / 2 / EXPERT_FLOPS_PER_SECOND)
+    return seconds
+
+
 def measure(
     name: str,
     weight_format: str,
@@ -154,7 +176,7 @@ def measure(
     number of layers per program, and `skew` is the argument of `router_logits`.
     """
     shape = SHAPES[name]
-    size, inner, num_experts = shape.hidden, shape.inner, shape.num_experts
+    size, num_experts = shape.hidden, shape.num_experts
     keys = jax.random.split(jax.random.key(0), 4)
     weights = [make_weights(key, shape, weight_format) for key in jax.random.split(keys[0], 2)]
     tokens = [
@@ -190,14 +212,9 @@ def measure(
         known = [prefix for prefix in KERNELS if prefix in kernel.name]
         busy[known[0] if known else "other"] += kernel.duration / (NUM_LAUNCHES * num_layers)
     span = (max(k.end for k in kernels) - kernels[0].start) / (NUM_LAUNCHES * num_layers)
-    floor, itemsize = 0.0, weights[0][0].dtype.itemsize
-    # The weight of the gated GEMM has 2 * `inner` columns, and the weight of the down GEMM has
-    # `inner` rows.
-    for columns in (2 * inner, inner):
-        read = experts_hit * size * columns * itemsize / bandwidth
-        flops = 2 * num_tokens * shape.num_choices * size * columns
-        floor += max(read, flops * itemsize / 2 / EXPERT_FLOPS_PER_SECOND) * 1e6
-    row = {"model": name, "weights": weight_format, "tokens": num_tokens, "skew": skew}
+    itemsize = weights[0][0].dtype.itemsize
+    floor = lower_bound(shape, num_tokens, experts_hit, itemsize, bandwidth) * 1e6
+    row = {"model": name, "weights": weight_format, "tokens": num_tokens, "skew": skew or None}
     row |= {"experts hit": experts_hit, "floor us": floor}
     row |= {f"{kernel} us": busy[kernel] for kernel in (*KERNELS, "other")}
     total = sum(busy.values())
@@ -227,10 +244,8 @@ def main():
         for num_tokens in arguments.tokens
     ]
     print_table(rows)
-    name, by = (
-        ("experts_skewed", ("model", "weights", "tokens", "skew")) if skew else ("experts", ())
-    )
-    print(record(name, rows, by=by, bandwidth=arguments.bandwidth))
+    by = "model", "weights", "tokens", "skew"
+    print(record("experts", rows, by=by, bandwidth=arguments.bandwidth))
 
 
 if __name__ == "__main__":
