@@ -103,8 +103,7 @@ def _configure_jax() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full` in the default tier.
 
-    Tests marked `gpu` run in every tier, because the tiers limit CPU time only. So do the tests of
-    `-m gpu2`. A test that the
+    Tests marked `gpu` run in every tier, because the tiers limit CPU time only. A test that the
     command line names (`file::test`) runs in every tier too.
     """
     if config.getoption("tier") == "full":
@@ -115,8 +114,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_full(item: pytest.Item) -> bool:
         name = item.nodeid.partition("::")[2]
         is_named = any(item.path == file and name.startswith(start) for file, start in names)
-        is_chosen = is_named or item.get_closest_marker("gpu") or config.option.markexpr == "gpu2"
-        return bool(item.get_closest_marker("full")) and not is_chosen
+        return bool(item.get_closest_marker("full")) and not (
+            is_named or item.get_closest_marker("gpu")
+        )
 
     deselected = {item for item in items if is_full(item)}
     if deselected:
