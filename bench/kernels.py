@@ -201,7 +201,7 @@ def seconds_per_call(op, queries, pools, indices, repeats):
 
     A round launches a program several times, and the program calls `op` many times. Each call
     depends on the result of the previous call, so that XLA does not merge calls that read the same
-    pool. Each launch writes its results over those of the previous launch. For results at new
+    pool. Each launch overwrites the results of the previous launch. For results at new
     addresses, XLA would rebuild the CUDA graph, which takes longer than a small kernel.
     """
     num_queries, num_pools = len(queries), len(pools)

@@ -285,7 +285,7 @@ class Workload:
         """Record that the scheduler has completed one request.
 
         The scheduler gets `num_apart` requests for request `index` of the trace. The request of the
-        trace ends when the scheduler has completed all of them.
+        trace ends when the scheduler has completed all these requests.
         """
         self._num_left[index] -= 1
         if not self._num_left[index]:

@@ -148,8 +148,8 @@ class SequenceTable:
         device row is ignored.
 
         `fork_rows` may have scheduled copies of this row to the rows of child sequences for the
-        same plan. These copies are cancelled. The child sequences then join the batch like new
-        sequences, with their whole block tables.
+        same plan. The release cancels these copies. The child sequences then join the batch like
+        new sequences, with their whole block tables.
         """
         for parent, child in list(self._row_forks.values()):
             if parent is sequence:

@@ -112,8 +112,8 @@ def describe_multimodal(fields: ConfigFields) -> ModelConfig:
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
     """Return the rules that map the tensors of a Gemma 3 checkpoint to parameters.
 
-    The rules are those of LLaMA, with the norms of Gemma 3. The tensors of the image encoder are
-    ignored.
+    The rules of LLaMA apply. More rules map the norms of Gemma 3. The tensors of the image encoder
+    are ignored.
     """
     rules = weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES | _NORM_NAMES)
     ignored_pattern = f"{rules.ignored_pattern}|{_VISION_TENSORS}"

@@ -74,7 +74,7 @@ def describe_olmoe(fields: ConfigFields) -> ModelConfig:
 def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
     """Return the rules that map the tensors of a Mixtral checkpoint to parameters.
 
-    The rules are those of Mistral, except that experts replace the dense feed-forwards.
+    The rules of Mistral apply, but the feed-forward rules map experts.
     """
     return weight_rules(config, TENSOR_NAMES, _MIXTRAL_NAMES)
 
@@ -82,7 +82,7 @@ def weight_rules_mixtral(config: ModelConfig) -> WeightRules:
 def weight_rules_normed(config: ModelConfig) -> WeightRules:
     """Return the rules that map the tensors of a Qwen3-MoE or OLMoE checkpoint to parameters.
 
-    The rules are those of LLaMA, with two differences. Experts replace dense feed-forwards, and
-    queries and keys have norms.
+    The rules of LLaMA apply, but the feed-forward rules map experts. More rules map the norms of
+    queries and keys.
     """
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES, ExpertNames())

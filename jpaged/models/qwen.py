@@ -2,7 +2,7 @@
 
 Weight rules map the tensors of a checkpoint to the parameters of the model.
 
-The layers equal those of LLaMA, with these differences. Qwen2 (arXiv:2407.10671) and Qwen2.5
+The layers equal LLaMA layers, with these differences. Qwen2 (arXiv:2407.10671) and Qwen2.5
 (arXiv:2412.15115) add biases to q, k and v. Qwen3 (arXiv:2505.09388) adds an RMSNorm to each query
 and key head. Qwen3-MoE replaces the feed-forward of some or all layers by experts.
 """
@@ -106,6 +106,6 @@ def _read_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
     """Return the rules that map the tensors of a Qwen3 checkpoint to parameters.
 
-    The rules are those of LLaMA, and also map the weights of the query and key norms.
+    The rules of LLaMA apply. More rules map the norms of queries and keys.
     """
     return weight_rules(config, TENSOR_NAMES | QK_NORM_NAMES)

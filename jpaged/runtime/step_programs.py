@@ -218,7 +218,7 @@ class PlanProgram(StepProgram):
         """Return a function that packs a step's inputs for the program of `key`.
 
         The function calls `pack`, and adds the arguments that are the same for every step of the
-        program. These are `sampling_table`, options from `config`, and the sizes for `key`.
+        program: `sampling_table`, options from `config`, and the sizes for `key`.
         """
         options = {
             "sampling_table": sampling_table,

@@ -149,8 +149,8 @@ class IncomingChunk(NamedTuple):
 class SwapEntries:
     """Store of swapped-out KV blocks in host memory, and the transfers to and from the store.
 
-    One swap-out creates one swap entry. The blocks of a swap entry are stored in chunks, each of
-    which is one array and one transfer.
+    One swap-out creates one swap entry. A swap entry stores its blocks in chunks. A chunk is one
+    array and one transfer.
 
     The methods take the runner's `launch` as an argument, because storing the runner would form a
     reference cycle.

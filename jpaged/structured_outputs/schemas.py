@@ -275,8 +275,8 @@ def _check_values(path: SchemaPath, keyword: str, value: Any) -> None:
     """Check that an answer can contain the values of an `enum` or a `const`, even nested values.
 
     Raises:
-        ValueError: There are too many values, values are nested too deeply, or a string or a number
-            cannot be enforced.
+        ValueError: The list has too many values, a value is nested too deeply, or a string or a
+            number cannot be enforced.
     """
     is_list = isinstance(value, list) and bool(value)
     _require(path, value, keyword == "const" or is_list, "a list of values, at least one")
