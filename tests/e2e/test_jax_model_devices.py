@@ -3,9 +3,9 @@ virtual CPU devices."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,41 +37,61 @@ from jpaged.models.sizes import JaxModelSizes
 
 pytestmark = pytest.mark.gpu2
 
-WIDTH, VOCAB_SIZE, HEADS, KV_HEADS, HEAD_SIZE, INNER = 64, 64, 8, 4, 16, 96
-CONFIG: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "head_dim": HEAD_SIZE,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": KV_HEADS,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-}
+VOCAB_SIZE = 64
+
+
+class Sizes(NamedTuple):
+    """Sizes of a Qwen3 model with two layers."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Config of the model, as the examples read it."""
+        return {
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+            "head_dim": self.head_size,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": 128,
+            "eos_token_id": None,
+        }
+
+
+SMALL = Sizes(width=64, heads=8, kv_heads=4, head_size=16, inner=96)
+# On two devices, the kernels for Hopper GPUs support these sizes.
+WIDE = Sizes(width=256, heads=4, kv_heads=2, head_size=128, inner=256)
 
 
 @cache
-def weights(seed: int = 0) -> dict[str, jax.Array]:
+def weights(seed: int = 0, sizes: Sizes = SMALL) -> dict[str, jax.Array]:
     """Return random tensors of a checkpoint."""
     rng = np.random.default_rng(seed)
+    width, queries, keys = sizes.width, *(it * sizes.head_size for it in sizes[1:3])
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (HEADS * HEAD_SIZE, WIDTH),
-        "self_attn.k_proj": (KV_HEADS * HEAD_SIZE, WIDTH),
-        "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, WIDTH),
-        "self_attn.o_proj": (WIDTH, HEADS * HEAD_SIZE),
-        "mlp.gate_proj": (INNER, WIDTH),
-        "mlp.up_proj": (INNER, WIDTH),
-        "mlp.down_proj": (WIDTH, INNER),
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (sizes.inner, width),
+        "mlp.up_proj": (sizes.inner, width),
+        "mlp.down_proj": (width, sizes.inner),
     }
-    norms = {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
-    norms |= {"self_attn.q_norm": HEAD_SIZE, "self_attn.k_norm": HEAD_SIZE}
+    norms = {"input_layernorm": width, "post_attention_layernorm": width}
+    norms |= {"self_attn.q_norm": sizes.head_size, "self_attn.k_norm": sizes.head_size}
     shapes |= {name: (size,) for name, size in norms.items()}
     found = {
         f"model.layers.{layer}.{name}.weight": shape
-        for layer in range(CONFIG["num_hidden_layers"])
+        for layer in range(sizes.config["num_hidden_layers"])
         for name, shape in shapes.items()
     }
-    found |= {"model.embed_tokens.weight": (VOCAB_SIZE, WIDTH), "model.norm.weight": (WIDTH,)}
+    found |= {"model.embed_tokens.weight": (VOCAB_SIZE, width), "model.norm.weight": (width,)}
     random = {name: rng.normal(size=shape) / 4 for name, shape in found.items()}
     random = {name: it + (it.ndim == 1) for name, it in random.items()}
     # With large embeddings, answers repeat tokens, so that the model accepts n-gram drafts.
@@ -118,13 +138,29 @@ def shard(params: Any, mesh: Mesh, split: Callable[[str], int | None]) -> Any:
 
 
 def sharded_example(
-    name: str, mesh: Mesh, seed: int = 0, dtype: Any = jnp.float32
+    name: str, mesh: Mesh, seed: int = 0, dtype: Any = jnp.float32, sizes: Sizes = SMALL
 ) -> tuple[JaxModel, Any]:
     """Return an example model, and its parameters on a mesh."""
     make, fuse, split = EXAMPLES[name]
     with user_settings():
-        params = jax.tree.map(lambda it: it.astype(dtype), fuse(weights(seed), CONFIG))
-    return make(CONFIG), shard(params, mesh, split)
+        fused = fuse(weights(seed, sizes), sizes.config)
+        params = jax.tree.map(lambda it: it.astype(dtype), fused)
+    model = make(sizes.config)
+    if name == "plain":
+        model = replace(model, forward=in_float32(model.forward), logits=in_float32(model.logits))
+    return model, shard(params, mesh, split)
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with float32 products. By default, a GPU rounds the factors of products
+    to TF32."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with jax.default_matmul_precision("float32"):
+            return function(*args)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +169,7 @@ def expected() -> Callable[[int], list[list[int]]]:
 
     A model on one device, without a KV cache, computes the expected tokens.
     """
-    model = plain_jax_llama.make_model(CONFIG)
+    model = plain_jax_llama.make_model(SMALL.config)
     return cache(lambda seed: [greedy_tokens(model, weights(seed), it) for it in PROMPTS])
 
 
@@ -225,7 +261,7 @@ def test_each_supported_split_of_a_weight_gives_the_same_tokens(placed: str):
 @pytest.mark.full
 @pytest.mark.usefixtures("optimized_programs")
 def test_two_devices_compute_the_same_logprobs_for_a_prompt_alone_and_in_a_batch():
-    model, params = sharded_example("fused", make_mesh(2), dtype=jnp.bfloat16)
+    model, params = sharded_example("fused", make_mesh(2), dtype=jnp.bfloat16, sizes=WIDE)
     engine = make_engine(model, params, batch_invariant=True, enable_prefix_caching=False)
     scored = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
 
@@ -254,7 +290,7 @@ def test_second_start_on_several_devices_loads_the_stored_programs(
 def test_memory_account_reports_the_bytes_of_one_of_the_devices():
     model, params = sharded_example("fused", make_mesh(2))
     engine = make_engine(model, params, num_blocks=65)
-    per_token = 2 * CONFIG["num_hidden_layers"] * KV_HEADS * HEAD_SIZE * 4
+    per_token = 2 * SMALL.config["num_hidden_layers"] * SMALL.kv_heads * SMALL.head_size * 4
     assert engine.memory_account.kv_cache * 2 == 65 * 16 * per_token
     halves = sum(it.addressable_shards[0].data.nbytes for it in jax.tree.leaves(params))
     assert engine.memory_account.weights == halves
