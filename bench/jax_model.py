@@ -76,9 +76,14 @@ def make_tensors(config: dict[str, Any]) -> dict[str, jax.Array]:
     }
 
 
-def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) -> Engine:
-    """Return an engine that serves the model `model`, one of `MODELS`, with random weights."""
-    options: dict[str, Any] = AS_VLLM | {"kv_cache_memory_bytes": kv_cache_memory_bytes}
+def make_engine(
+    model: str, config: dict[str, Any], kv_cache_memory_bytes: int, **more: Any
+) -> Engine:
+    """Return an engine that serves the model `model`, one of `MODELS`, with random weights.
+
+    `more` are more options of the engine.
+    """
+    options = AS_VLLM | {"kv_cache_memory_bytes": kv_cache_memory_bytes} | more
     if model == "built-in":
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -87,7 +92,7 @@ def make_engine(model: str, config: dict[str, Any], kv_cache_memory_bytes: int) 
     if model == "fused":
         params = fused_jax_llama.fuse(params, config)
     module = fused_jax_llama if model == "fused" else plain_jax_llama
-    options["num_compile_workers"] = NUM_COMPILE_WORKERS
+    options.setdefault("num_compile_workers", NUM_COMPILE_WORKERS)
     return Engine(module.make_model(config), params=params, **options)
 
 

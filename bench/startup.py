@@ -5,7 +5,9 @@
 
 Each start is a new process. The shapes have random weights and the engine options of the other
 benchmarks. The GEMMs of the shapes in `UNRECORDED` are not in the autotuning records that ship with
-jpaged. `--model embedded` runs `python -m jpaged` with the model that ships with jpaged.
+jpaged. `--model embedded` runs `python -m jpaged` with the model that ships with jpaged. The models
+`fused` and `plain` are those of `bench.jax_model`, with the shape of Qwen3-0.6B. Their weights are
+made before the engine starts, in the phase "other".
 
 The phases are those that the engine logs. Sizing and compiling begin before the model is loaded, so
 their figures are the remaining waits after loading. "other" is the time between the phases.
@@ -36,6 +38,7 @@ from bench.common import (
     labelled,
 )
 from bench.compare import parse_arguments
+from bench.jax_model import MODELS, make_config
 from bench.records import print_table, record
 
 EMBEDDED = "embedded"
@@ -60,12 +63,18 @@ PHASES = {
 }
 """Maps the first word of a log line of the engine to the column of that phase in the results."""
 
+JAX_MODELS = MODELS[1:]
+POOL_BYTES = 8 * 2**30
+"""Size of the KV pool of a model of `JAX_MODELS`."""
+
+# The placeholder is replaced by a statement that imports `make_engine`.
 SERVE = """
 import json, sys, time
 start = time.monotonic()
-from jpaged import Engine, SamplingParams
+from jpaged import SamplingParams
+%s
 print(f"jpaged: imports took {time.monotonic() - start:.2f} s", file=sys.stderr)
-engine = Engine(**json.loads(sys.argv[1]))
+engine = make_engine(**json.loads(sys.argv[1]))
 prompt = list(range(1, 129))
 engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
 while not any(output.outputs[0].token_ids for output in engine.step()):
@@ -79,7 +88,8 @@ class Kind(NamedTuple):
     """Setup of a process whose start is timed.
 
     Attributes:
-        model: A key of `ALL_SHAPES`; `EMBEDDED` for the model that ships with jpaged.
+        model: A key of `ALL_SHAPES`; one of `JAX_MODELS`; or `EMBEDDED` for the model that ships
+            with jpaged.
         form: Data types of the weights and the KV cache, a key of `FORMATS`.
         num_devices: Number of GPUs.
     """
@@ -117,12 +127,18 @@ def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
     model = kind.model
     if model == EMBEDDED:
         return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
+    shared = {"compilation_cache_dir": str(cache), "verbose": True}
+    if model in JAX_MODELS:
+        shared |= {"model": model, "config": make_config("qwen3-0.6b", None)}
+        shared["kv_cache_memory_bytes"] = POOL_BYTES
+        code = SERVE % "from bench.jax_model import make_engine"
+        return [sys.executable, "-c", code, json.dumps(shared)]
     config = ALL_SHAPES[model]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
-    options |= {"compilation_cache_dir": str(cache), "verbose": True}
     options |= {"tensor_parallel_size": kind.num_devices, **FORMATS[kind.form]}
-    return [sys.executable, "-c", SERVE, json.dumps({**options, **AS_VLLM})]
+    code = SERVE % "from jpaged import Engine as make_engine"
+    return [sys.executable, "-c", code, json.dumps({**shared, **options, **AS_VLLM})]
 
 
 def start(kind: Kind, cache: Path) -> dict:
@@ -215,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    models = [*ALL_SHAPES, EMBEDDED]
+    models = [*ALL_SHAPES, *JAX_MODELS, EMBEDDED]
     parser.add_argument("--model", choices=models, nargs="+", default=[*SHAPES])
     parser.add_argument("--repeats", type=int, default=3, help="number of warm starts")
     parser.add_argument("--cache-dir", type=Path, help="keep the compiled programs here, by model")
@@ -226,8 +242,9 @@ def main() -> None:
         Kind(model, form, args.tensor_parallel_size)
         for model, form in itertools.product(args.model, args.format)
     ]
-    if any(kind.model == EMBEDDED and kind[1:] != ("bf16", 1) for kind in kinds):
-        parser.error("--model embedded: omit --format and --tensor-parallel-size")
+    for kind in kinds:
+        if kind.model in (EMBEDDED, *JAX_MODELS) and kind[1:] != ("bf16", 1):
+            parser.error(f"--model {kind.model}: omit --format and --tensor-parallel-size")
     if args.cache_dir is not None and len(args.format) > 1:
         parser.error("--cache-dir has one folder per model: pass only one --format")
     rows = []
