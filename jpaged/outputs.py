@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jpaged.errors import ErrorInfo
 from jpaged.observe.statistics import RequestMetrics
 
@@ -63,6 +65,22 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     score: float | None = None
     weight_versions: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_logprobs(self) -> np.ndarray | None:
+        """`Logprob.logprob` of each token in `token_ids`, float32 [T]; None unless `logprobs` were
+        requested.
+
+        For trainers: reading this array does not create the entries of `logprobs`.
+        """
+        if self.logprobs is None:
+            return None
+        # `logprobs` is a list if this object was copied or pickled.
+        packed = getattr(self.logprobs, "token_logprobs", None)
+        if packed is not None:
+            return packed
+        entries = zip(self.token_ids, self.logprobs, strict=True)
+        return np.array([entry[token_id].logprob for token_id, entry in entries], np.float32)
 
     @property
     def finished(self) -> bool:

@@ -88,6 +88,11 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         return list, (self._entries,)
 
     @property
+    def token_logprobs(self) -> np.ndarray:
+        """Log-probability of each token, float32 [C]. No entry is decoded."""
+        return self._scores[:, LOGPROB_COLUMN].view(np.float32)
+
+    @property
     def _entries(self) -> list[dict[int, Logprob]]:
         cached_entries, num = self._cached_entries, len(self)
         if len(cached_entries) < num:

@@ -226,6 +226,26 @@ def test_earlier_output_does_not_change_as_the_answer_grows():
     assert [found[token].logprob for found, token in pairs] == [-0.25, -0.75]
 
 
+def test_token_logprobs_are_read_without_decoding_an_entry():
+    tokenizer = CountingTokenizer()
+    state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
+    (empty,) = state.output().outputs
+    assert empty.token_logprobs is not None
+    assert empty.token_logprobs.tolist() == []
+    emit(state, 0, ord("A"), -0.25)
+    emit(state, 0, ord("C"), -0.75)
+    (answer,) = state.output().outputs
+    assert answer.token_logprobs is not None
+    assert answer.token_logprobs.tolist() == [-0.25, -0.75]
+    assert tokenizer.decoded == []
+    copied = copy.deepcopy(answer)
+    assert type(copied.logprobs) is list
+    assert copied.token_logprobs is not None
+    assert copied.token_logprobs.tolist() == [-0.25, -0.75]
+    (other,) = make(SamplingParams()).output().outputs
+    assert other.token_logprobs is None
+
+
 def test_output_has_at_most_as_many_logprobs_as_the_vocabulary():
     state = make(SamplingParams(logprobs=20))
     emit(state, 0, ord("A"))
