@@ -37,7 +37,7 @@ from bench.contiguous import Decoder, Request
 from bench.contiguous_steps import Model
 from bench.jax_model import make_config, make_tensors
 from bench.records import print_table, record
-from examples.grpo import CLIP, PARTS, CausalAttention, make_samples
+from examples.grpo import CLIP, PARTS, CausalAttention
 from examples.plain_jax_llama import make_model
 from jpaged import SamplingParams
 from jpaged.models.checkpoint import read_config
@@ -164,9 +164,9 @@ def make_engine_sampler(
     def sample(prompts: Answers, num_samples: int) -> tuple[Answers, np.ndarray]:
         sampling = SamplingParams(n=num_samples, max_tokens=lengths[1], logprobs=0, ignore_eos=True)
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        samples = [sample for output in outputs for sample in make_samples(output)]
-        logprobs = np.array([it.logprobs for it in samples], np.float32)
-        return [it.tokens for it in samples], logprobs
+        answers = [answer for output in outputs for answer in output.outputs]
+        logprobs = np.array([it.token_logprobs for it in answers])
+        return [list(it.token_ids) for it in answers], logprobs
 
     def score(prompts: Answers, answers: Answers) -> np.ndarray:
         scores = engine.score_completions(prompts, answers, use_tqdm=False)

@@ -18,7 +18,7 @@ uses plain JAX, which rounds differently. Each step prints how far parts 2 and 3
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from examples.plain_jax_llama import load
-from jpaged import Engine, RequestOutput, SamplingParams
+from jpaged import CompletionOutput, Engine, SamplingParams
 from jpaged.config import EMBEDDED_MODEL
 
 PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
@@ -38,14 +38,6 @@ MAX_LEN = 160
 # The loss rewards changes of the ratio (new probability / old probability of a token) only from
 # 1 - CLIP to 1 + CLIP.
 CLIP = 0.2
-
-
-class Sample(NamedTuple):
-    """An answer to a prompt, and the log-probability with which each token was sampled."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
 
 
 class StepResult(NamedTuple):
@@ -92,16 +84,10 @@ def reward_of(text: str, answer: list[str]) -> float:
     return num_right / max(len(found), len(answer))
 
 
-def make_samples(output: RequestOutput) -> Iterator[Sample]:
-    """Yield the answers to a prompt."""
-    for answer in output.outputs:
-        entries = zip(answer.token_ids, answer.logprobs or (), strict=True)
-        logprobs = [entry[token].logprob for token, entry in entries]
-        yield Sample(list(output.prompt_token_ids), list(answer.token_ids), logprobs)
-
-
-def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays about B answers, padded to L = MAX_LEN tokens.
+def make_batch(
+    samples: list[tuple[Sequence[int], CompletionOutput]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return three arrays about B answers with their prompts, padded to L = MAX_LEN tokens.
 
     The arrays are: the tokens of prompt and answer [B, L]; for each token but the first, whether it
     was sampled [B, L - 1]; and the log-probability with which it was sampled [B, L - 1].
@@ -109,11 +95,11 @@ def make_batch(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarra
     tokens = np.zeros((len(samples), MAX_LEN), np.int32)
     is_sampled = np.zeros((len(samples), MAX_LEN - 1), bool)
     logprobs = np.zeros((len(samples), MAX_LEN - 1), np.float32)
-    for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample.prompt) + len(sample.tokens)
-        tokens[row, :end] = sample.prompt + sample.tokens
+    for row, (prompt, answer) in enumerate(samples):
+        start, end = len(prompt), len(prompt) + len(answer.token_ids)
+        tokens[row, :end] = [*prompt, *answer.token_ids]
         is_sampled[row, start - 1 : end - 1] = True
-        logprobs[row, start - 1 : end - 1] = sample.logprobs
+        logprobs[row, start - 1 : end - 1] = answer.token_logprobs
     return tokens, is_sampled, logprobs
 
 
@@ -148,14 +134,14 @@ def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iter
         prompts, answers = zip(*[make_question(rng) for _ in range(num_prompts)], strict=True)
         sampling = SamplingParams(n=num_samples, max_tokens=72, seed=seed + step, logprobs=0)
         outputs = engine.generate(list(prompts), sampling, use_tqdm=False)
-        samples = [sample for output in outputs for sample in make_samples(output)]
+        samples = [(it.prompt_token_ids, answer) for it in outputs for answer in it.outputs]
         times.append(time.perf_counter())
 
-        scores = engine.score_completions(
-            [it.prompt for it in samples], [it.tokens for it in samples], use_tqdm=False
-        )
+        pairs = [(list(prompt), list(answer.token_ids)) for prompt, answer in samples]
+        scores = engine.score_completions(*map(list, zip(*pairs, strict=True)), use_tqdm=False)
         scored = np.concatenate([score.logprobs for score in scores])
-        scoring_difference = np.abs(scored - np.concatenate([it.logprobs for it in samples])).max()
+        sampled = np.concatenate([np.asarray(answer.token_logprobs) for _, answer in samples])
+        scoring_difference = np.abs(scored - sampled).max()
         times.append(time.perf_counter())
 
         graded = zip(outputs, answers, strict=True)
