@@ -220,6 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument(
         "--prefill",
@@ -230,14 +231,17 @@ def main(argv: list[str] | None = None) -> None:
     add_format_option(parser)
     args = parse_arguments(parser, argv)
     shared, results = {"tensor_parallel_size": args.tensor_parallel_size}, []
+    labels = {} if args.layers is None else {"layers": args.layers}
     for shape, form in itertools.product(args.model, args.format):
+        if args.layers is not None:
+            ALL_SHAPES[shape] = ALL_SHAPES[shape] | {"num_hidden_layers": args.layers}
         engine = make_engine(shape, verbose=True, **shared, **FORMATS[form])
         for batch in args.batch:
             row, kernels = measure(engine, shape, form, batch, args)
             print_table(kernels)
             print_table([row])
             sys.stdout.flush()
-            results.append({**row, "kernels": kernels})
+            results.append({**row, **labels, "kernels": kernels})
         del engine
     name = "profile_prefill" if args.prefill else "profile_step"
     name += f"_on_{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else ""
