@@ -89,8 +89,8 @@ class ShardRunner:
         return self._mesh.size
 
     def split_along(self, axis: int | None) -> PartitionSpec:
-        """Return the `PartitionSpec` of an array that is split along `axis`; None for a
-        replicated array."""
+        """Return the `PartitionSpec` of an array that is split along `axis`, or of a replicated
+        array if `axis` is None."""
         return axis_sharding(self._mesh, axis).spec
 
     def weight_axis(self, where: str, name: str, weight: Any) -> int | None:

@@ -50,7 +50,7 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of logits per token on each device. Every device has the whole vocabulary."""
+        """Number of rows of the embedding on each device. Every device has the whole vocabulary."""
         return self.vocab_size
 
     @property

@@ -69,9 +69,11 @@ class UnsampledStep:
 
     Attributes:
         plan: The plan that the step computes.
-        scheduled: The plan's sequences, in the order of the step's rows.
+        scheduled: The plan's sequences, in the order of the step's rows. The plan may have another
+            order.
         num_rows: Number of rows of the logits; rows after `scheduled` are padding.
-        row_indices: For each of the plan's sequences, the index of the step's row that computes it.
+        row_indices: For each sequence, in the plan's order, the index of the step's row that
+            computes it.
         level: Sampling features that at least one row needs, such as random sampling.
         logits: Logits on the device; None if the plan schedules no sequence.
         inputs: `SampleInputs` on the device; None if the plan schedules no sequence.
@@ -339,10 +341,11 @@ class ModelRunner:
 
         - The plan is a decode step without block copies, swaps or forks.
         - `Buckets.has_burst` is true for `goal` and the number of sequences.
-        - Without drafts: a burst program has the sampling features that the rows need. Burst
-          programs are compiled for the sets of features in `BURST_LEVELS`.
-        - With drafts: the plan has at most `SMALL_BATCH_SEQS` sequences, and the verify program for
-          the rows has fewer features than `FULL_LEVEL`, the set of all sampling features.
+        - If the plan has no drafts, a burst program has the sampling features that the rows need.
+          Burst programs are compiled for the sets of features in `BURST_LEVELS`.
+        - If the plan has drafts, it has at most `SMALL_BATCH_SEQS` sequences, and the verify
+          program for the rows has fewer features than `FULL_LEVEL`, the set of all sampling
+          features.
         - The plan has no beam search: a beam search needs a step's scores before the next step.
         """
         if not (plan.scheduled and plan.is_decode) or plan.has_block_moves or plan.row_forks:

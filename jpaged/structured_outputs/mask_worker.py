@@ -161,7 +161,7 @@ class AnswerState(IntEnum):
     """
 
     FREE = 0  # no answer uses the memory entry, and the mask worker does not write to the entry
-    PENDING = 1  # the mask worker compiles the grammar, matches a token or makes a mask
+    PENDING = 1  # the mask worker still compiles the grammar, matches a token or makes a mask
     HEAVY = 2  # like PENDING, but probably slow: a step should run without the answer
     READY = 3  # the memory entry holds the answer's next mask
     STOPPED = 4  # the answer is complete
@@ -459,7 +459,7 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Match pairs of an answer and a token in batches.
+        """Let the matcher of each answer consume the token that follows the answer in its pair.
 
         Returns:
             The errors of answers that failed, by `MaskMemory` index.

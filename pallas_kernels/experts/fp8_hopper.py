@@ -74,8 +74,8 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
     (num_blocks, block_outputs), tile_rows = weight_smem.shape[1:3], items.config.tile_rows
     width, is_grouped = items.out_ref.shape[1], len(x_scale_ref.shape) == 2
     num_steps, num_factors = weight_ref.shape[1] // GROUP_DEPTH, 1 + items.is_gated
-    # In a gated GEMM, the blocks of a tile are the same outputs of gate and of up. Otherwise the
-    # blocks are neighbouring outputs.
+    # In a gated GEMM, a tile has two blocks: the same output columns of gate and of up. Otherwise
+    # the blocks of a tile have neighbouring output columns.
     blocks = [(b, 0) if items.is_gated else (0, b * block_outputs) for b in range(num_blocks)]
     # With two consumers, the loader gives some of its registers to the consumers, for their sums.
     pipeline = items.pipeline(num_steps, moves_registers=items.config.num_consumers > 1)

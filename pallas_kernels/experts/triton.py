@@ -157,7 +157,10 @@ def _softmax(values, mask):
 
 
 def _ordered_keys(values):
-    """Return int32 keys in the order of the float32 values; -0.0 equals 0.0, NaN is the highest."""
+    """Return an int32 key for each float32 value. The larger value has the larger key.
+
+    The keys of -0.0 and 0.0 are equal, and the key of NaN is the largest.
+    """
     bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ _MAX_KEY, bits)
     return jnp.where(values == values, keys, _MAX_KEY)

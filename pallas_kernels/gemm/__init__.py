@@ -445,7 +445,8 @@ def check_block_scaled_gemm(x, weight, x_scale, weight_scale, rows_per_part):
     sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
     if sum(rows_per_part) != sizes["D"]:
         raise ValueError(
-            f"rows_per_part={tuple(rows_per_part)} must add up to the weight's {sizes['D']} rows"
+            f"rows_per_part={tuple(rows_per_part)} must add up to {sizes['D']}, the number of rows "
+            "of the weight"
         )
     sizes["blocks"] = sum(-(-rows // FP8_GROUP_SIZE) for rows in rows_per_part)
     sizes["groups"] = -(-sizes["C"] // FP8_GROUP_SIZE)

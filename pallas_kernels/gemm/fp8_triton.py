@@ -83,8 +83,9 @@ def quantize_and_store(values, values_ref, scale_ref, static_scales, *, grouped)
         values: Tiles of the row in float32, all of the same size, a multiple of 128. Numbers past
             the end of the row are zeros.
         values_ref, scale_ref: Outputs with the shapes of `quantized_shapes`.
-        static_scales: A list with one reference: the static scales. The largest of them is the
-            scale of all rows. If the list is empty, the scales are computed from the row.
+        static_scales: The reference to the static scales, in a list. The largest static scale is
+            the scale of all rows. Without static scales, the list is empty, and the scales are
+            computed from the row.
         grouped: Whether each group of 128 numbers has a scale; otherwise the row has one.
     """
     size, row = values_ref.shape[1], pl.program_id(0)

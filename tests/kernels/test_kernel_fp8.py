@@ -480,7 +480,7 @@ def test_scaled_gemm_rejects_arguments_of_a_wrong_shape_or_dtype(
 @pytest.mark.parametrize(
     ("x_scale", "weight_scale", "parts", "words"),
     [
-        ((4, 1), (1, 1), [9], r"rows_per_part=\(9,\) must add up to the weight's 8 rows"),
+        ((4, 1), (1, 1), [9], r"rows_per_part=\(9,\) must add up to 8, the number of rows"),
         ((4, 2), (1, 1), [8], r"x_scale has shape \(4, 2\)"),
         ((4, 1), (1, 1), [4, 4], r"weight_scale has shape \(1, 1\); .* blocks = 2"),
     ],
