@@ -69,9 +69,10 @@ class AttentionInputs:
 
     @property
     def num_tokens(self) -> Int32[Array, ""]:
-        """Number of token rows before the padding rows at the end.
+        """Number of token rows up to the last row of a running sequence.
 
-        Rows of a finished sequence are counted only if rows of a running sequence follow them.
+        Rows of finished sequences are counted if they are before that row. The rows after it are
+        padding.
         """
         if self.query_start_loc is not None:
             return self.query_start_loc[-1]

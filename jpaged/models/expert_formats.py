@@ -117,8 +117,8 @@ class ExpertFormat(nnx.Module):
         """Return the rules that load the weights from the `nnx.State` of an unquantized model.
 
         The state stores the weights as `UnquantizedExpertFormat` does, and the rules quantize them
-        to this format. An unquantized format needs no rules and returns an empty list. See `rules`
-        for the arguments.
+        to this format. `UnquantizedExpertFormat` returns an empty list: its weights are copied. See
+        `rules` for the arguments.
         """
         return []
 

@@ -70,8 +70,8 @@ class SparseFeedForward(nnx.Module):
     """The sparse feed-forward of a layer: for each token, the weighted sum of the experts that the
     router chooses.
 
-    `router` [E, D] is never quantized, and is replicated on all devices. `format` holds the weights
-    of the experts.
+    `router` [E, D] is never quantized, and is replicated on all devices. `format` is a module that
+    has the weights of the experts.
     """
 
     def __init__(

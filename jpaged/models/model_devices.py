@@ -148,7 +148,7 @@ def find_mesh(params: Any) -> Mesh | None:
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted():
-            continue  # invalid parameters: `_check_parameters` in jax_model.py raises the error
+            continue  # `_check_parameters` in jax_model.py raises an error for this leaf
         if len(leaf.sharding.device_set) > 1:
             return _check_mesh(f"params{jax.tree_util.keystr(path)}", leaf)
     return None

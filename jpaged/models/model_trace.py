@@ -154,7 +154,7 @@ class ModelDigests:
         self._found: dict[tuple[str, int], str] = {}
 
     def digest(self, num_tokens: int | None, logits_rows: Iterable[int]) -> str:
-        """Return one digest of the user's `forward` and `logits`, as a program calls them.
+        """Return one digest of the user's `forward` and `logits`, traced for a program's shapes.
 
         Args:
             num_tokens: Number of tokens for which the program calls `forward`; None if the program

@@ -32,7 +32,7 @@ import numpy as np
 
 from jpaged.processes import Child, can_start_python, describe_exit
 from jpaged.structured_outputs import StructuredOutputs
-from jpaged.structured_outputs.mask_worker import (
+from jpaged.structured_outputs.mask_memory import (
     AnswerState,
     MaskJob,
     MaskMemory,

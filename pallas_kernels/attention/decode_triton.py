@@ -259,7 +259,8 @@ def decode_plan(block_tables, seq_lens, spec):
 
 
 def _first_items_longest_first(tiles, used):
-    """Return the index of each sequence's first work item [B] if longer sequences come first.
+    """Number the work items of all sequences, longer sequences first, and return the index of each
+    sequence's first work item [B].
 
     `tiles` [B] are the lengths in key tiles, `used` [B] the numbers of work items. XLA compiles a
     sum over a B x B comparison to one kernel. A sort and a prefix sum would be several kernels.

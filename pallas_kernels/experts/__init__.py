@@ -405,8 +405,8 @@ def block_scaled_expert_gated_gemm(
 ) -> Float[Array, "R F"]:
     """Run `expert_gated_gemm` in FP8, with a scale per group of a row and per block of a weight.
 
-    Each product equals the result of `block_scaled_gemm` in float32. See `scaled_expert_gated_gemm`
-    for the other arguments, the result and the errors.
+    The products of a row with gate and with up each equal a result of `block_scaled_gemm` in
+    float32. See `scaled_expert_gated_gemm` for the other arguments, the result and the errors.
 
     Args:
         x, weight: Matrices in FP8 (e4m3).

@@ -22,7 +22,8 @@ from grammar_walks import ENDING, EOS, TOKENIZER, VOCAB_SIZE
 from jpaged import StructuredOutputs
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.compiler import GrammarCompiler
-from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMemory
+from jpaged.structured_outputs.mask_memory import AnswerState, MaskMemory
+from jpaged.structured_outputs.mask_worker import MaskMaker
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WIDTH = -(-VOCAB_SIZE // 32)

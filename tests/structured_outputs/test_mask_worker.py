@@ -16,7 +16,8 @@ from jpaged import StructuredOutputs, Tokenizer
 from jpaged.errors import ErrorKind
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.compiler import GrammarCompiler
-from jpaged.structured_outputs.mask_worker import AnswerState, MaskMaker, MaskMemory
+from jpaged.structured_outputs.mask_memory import AnswerState, MaskMemory
+from jpaged.structured_outputs.mask_worker import MaskMaker
 from jpaged.structured_outputs.matcher import GrammarError, Matcher
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
