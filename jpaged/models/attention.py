@@ -135,9 +135,9 @@ def _mean_square(
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the rotation of each channel pair in radians per position, float32 [H / 2].
 
-    The rope type "linear" divides all frequencies by `rope.factor`. The rope type "llama3" divides
-    only low frequencies by the factor, as the long-context recipe of Llama 3.1 does. The rope type
-    "yarn" divides low frequencies, keeps high ones, and interpolates between.
+    The rope type "linear" divides all frequencies by `rope.factor`. The rope types "llama3" and
+    "yarn" divide low frequencies by the factor, keep high frequencies, and interpolate between low
+    and high ones, each by its own formula.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     # Compute the power in float64. In float32, numpy's result can differ from torch's by one ulp,

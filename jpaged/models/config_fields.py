@@ -286,9 +286,9 @@ def read_rotary_config(
 def _num_positions(fields: ConfigFields) -> int:
     """Return the number of positions that the model supports.
 
-    Vicuna's configs store the number before linear scaling in `max_position_embeddings`, and the
-    scaled number in `max_sequence_length`. For YaRN, the result is at least the original number of
-    positions times the factor.
+    In Vicuna's configs, `max_position_embeddings` is the number before linear scaling, and
+    `max_sequence_length` is the number after it. For YaRN, the result is at least the original
+    number of positions times the factor.
     """
     num_positions = fields.integer("max_position_embeddings")
     name = _rope_field_name(fields)

@@ -358,7 +358,7 @@ def _fp8_layout(source: ExpertSource, count: int, width: int, inner: int) -> dic
     The parameter is `gate_up` [E, 2, F, D] or `down` [E, D, F].
 
     Args:
-        source: Description of the weight.
+        source: Which weight of the checkpoint it is.
         count: Number of experts on the device (E).
         width: Width of the model (D).
         inner: Width of one expert (F).
@@ -384,7 +384,7 @@ def _layout(
     """Return arguments of `WeightRule` for a weight or its scales.
 
     Args:
-        source: Description of the weight.
+        source: Which weight of the checkpoint it is.
         shape: See `WeightRule`.
         file_axes: See `WeightRule`.
         axis: Axis of the parameter along which the projections of one expert are concatenated.

@@ -162,10 +162,11 @@ class WeightFormat(nnx.Module):
         eps: float,
         backend: Backend,
     ) -> tuple[QuantizedRows, Float[Array, "T D"]] | None:
-        """Compute the RMS norm of hidden + sum(update), and quantize the norm in the same kernel.
+        """Add the parts of `update` to `hidden`, and compute the RMS norm of the sum. Quantize the
+        norm in the same kernel.
 
         Returns:
-            The quantized norm, and hidden + sum(update). None if the format does not quantize rows.
+            The quantized norm, and the sum. None if the format does not quantize rows.
         """
         return None
 
@@ -229,8 +230,8 @@ class BatchInvariantFormat(UnquantizedFormat):
 
     @override
     def dense_weight(self) -> None:
-        # None disables the kernel that fuses a whole layer: the order of its sums depends on the
-        # number of rows, so its results are not batch-invariant.
+        # Return None to disable the kernel that fuses a whole layer. That kernel's order of sums
+        # depends on the number of rows, so its results are not batch-invariant.
         return None
 
 

@@ -205,8 +205,9 @@ class FP8StaticTensorFormat(FP8TensorFormat):
 
 
 class FP8BlockFormat(_FP8Base):
-    """FP8 weight with one scale per 128 x 128 block: `weight_scale` is float32 [blocks, groups].
+    """FP8 weight with one scale per block of 128 outputs x 128 inputs.
 
+    `weight_scale` is float32 [output blocks, input blocks].
     Each part of a fused projection begins with a new block. A row of activations has one scale per
     128 consecutive numbers.
     """
@@ -289,8 +290,9 @@ def num_blocks(size: int) -> int:
 def fp8_scales(values: Float[Array, "..."], axes: Sequence[ScaleAxis]) -> Float32[Array, "..."]:
     """Return one FP8 scale for each block of an unquantized weight.
 
-    The function reshapes the weight to [*sizes of `axes`, n]. A block contains `block_size` numbers
-    along each axis of `axes`, and all n numbers along the last axis.
+    The function reshapes the weight. The new shape has one axis for each entry of `axes`, and a
+    last axis for the remaining numbers. A block has the entry's `block_size` along each of the
+    first axes, and the whole last axis.
 
     Args:
         values: The unquantized weight, in the layout of the parameter.

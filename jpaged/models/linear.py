@@ -278,9 +278,9 @@ class Embedding(nnx.Module):
             found = jnp.take(weight, ids, axis=0, mode="clip")
             if peer_header is None:
                 return found
-            # The all-reduce of a zero is a barrier. Its sum is 0, or NaN if a device is
-            # unreachable. A program may run several decode steps. A zero that is computed from the
-            # step's rows prevents XLA from merging the barriers of these steps.
+            # An all-reduce of a zero from each device is a barrier for the devices. It returns 0,
+            # or NaN if a device is unreachable. The zero is computed from the step's rows, because
+            # XLA would merge the barriers of several steps if the zero were a constant.
             return found + barrier_all_reduce(found[:1, :1] * 0, peer_header)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(MESH_AXIS) - 1) - shard_start(rows)

@@ -177,8 +177,8 @@ class ModelParameters:
         The next update may keep the static scales, and replaces every other parameter.
 
         Returns:
-            `leaves`, in which only the arrays of the static scales still exist. Pass `leaves` to
-            the function that `prepare` returns. The function allocates the missing arrays again.
+            The argument `leaves`. Only its arrays of static scales still exist. Pass it to the
+            function that `prepare` returns: that function allocates the deleted arrays again.
         """
         for path, leaf in zip(self._paths, leaves, strict=True):
             if not path.endswith(_KEPT_SUFFIXES):

@@ -155,7 +155,7 @@ def find_mesh(params: Any) -> Mesh | None:
 
 
 def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
-    """Return the mesh of an array on several devices. Its axes get the type `AxisType.Auto`."""
+    """Return the mesh of an array on several devices, with axes of the type `AxisType.Auto`."""
     sharding, count = leaf.sharding, len(leaf.sharding.device_set)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise ValueError(
@@ -168,7 +168,7 @@ def _check_mesh(name: str, leaf: jax.Array) -> Mesh:
     if len(axes) > 1:
         raise ValueError(
             f"{name} is on a mesh with the axes {' and '.join(axes)}, but a JaxModel is split "
-            "along one axis, over its heads: move params to a mesh with one axis of several "
+            "over one mesh axis: move params to a mesh with one axis of several "
             "devices, such as jax.make_mesh((2,), ('tensor',)), without an fsdp axis"
         )
     if others := set(mesh.devices.flat) - set(jax.local_devices()):

@@ -95,7 +95,7 @@ def _experts(
 def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, sliding_window):
     """Store keys and values of one layer, and compute attention.
 
-    Every layer of the pool has the same number and width of heads. If this layer has fewer or
+    The pool has one number and one width of heads for all layers. If the model's layer has fewer or
     narrower heads, they are padded with zeros, which do not change the scores.
 
     Returns:
@@ -442,8 +442,8 @@ class ModelStep(ModelOps):
         if (shard_runner := self._shard_runner) is None:
             return _rope_attend(qkv, angles, norms, *layer, **mode, **options)
         # Each device computes attention for some of the heads, so split Q, K and V by heads. `qkv`
-        # is a sum of partial products. Add the products before the split, so that the devices
-        # exchange less.
+        # has partial products whose sum is Q, K and V. `split_heads` adds them first, so that the
+        # devices exchange less.
         qkv_heads = split_heads(qkv.values, mode["heads"].num_kv_heads, qkv.dtype)
         split = _attention_split(shard_runner, 2)
         mode["heads"] = _shard_heads(shard_runner, mode["heads"])
@@ -459,8 +459,8 @@ def _attention_split(shard_runner: ShardRunner, num_complete: int) -> Split:
 
     Args:
         shard_runner: Runner for the devices.
-        num_complete: Number of arguments between the values and the pool, such as the rotation
-            angles. Each device receives these arguments whole.
+        num_complete: Number of arguments that come after V and before the pool, such as the
+            rotation angles. Each device receives these arguments whole.
     """
     of_heads, of_pool = shard_runner.split_along(1), shard_runner.split_along(2)
     complete = (REPLICATED,) * num_complete

@@ -60,7 +60,8 @@ def check_batch_invariance(name: str, traced: Any) -> None:
 
     Args:
         name: Name of the function: "forward" or "logits".
-        traced: Trace of the function (`jax.core.ClosedJaxpr`), with `TracedStep` or `TracedOps`.
+        traced: Trace of the function (`jax.core.ClosedJaxpr`). During the trace, the function
+            called a `TracedStep` or `TracedOps`.
 
     Raises:
         ValueError: The function computes a sum in another way. The message names the primitive and
@@ -233,8 +234,8 @@ class TracedStep(TracedOps, ModelStep):
     """A step without a pool, for tracing `forward` with a given number of tokens.
 
     Attributes:
-        dtypes: Dtype of the keys by layer index, for the layers for which `forward` called `attend`
-            or `rope_attend`.
+        dtypes: Maps the index of each layer for which `forward` called `attend` or `rope_attend` to
+            the dtype of K.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ def add_norm_rows(
     backend: Backend,
     batch_invariant: bool,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return RMSNorm(hidden + sum(update)), and hidden + sum(update).
+    """Add the parts of `update` to `hidden`. Return the RMS norm of the sum, and the sum.
 
-    An update of None stands for zeros.
+    If `update` is None, nothing is added.
     """
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
@@ -83,7 +83,7 @@ class RMSNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
+        """Add the parts of `update` to `hidden`. Return the norm of the sum, and the sum."""
         if isinstance(update, PendingAllReduce):
             peer_options = {"header": update.peer_header, "buffer_index": update.buffer_index}
             options = {"eps": self.eps, "backend": backend}
@@ -129,7 +129,7 @@ class LayerNorm(nnx.Module):
         update: Float[Array, "parts T D"] | PendingAllReduce | None,
         backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return norm(hidden + sum(update)), and hidden + sum(update)."""
+        """Add the parts of `update` to `hidden`. Return the norm of the sum, and the sum."""
         if update is not None:
             hidden += reduce_update(update, hidden.dtype)
         return self(hidden), hidden
@@ -154,9 +154,9 @@ def add_norm(
     update: Float[Array, "parts T D"] | PendingAllReduce | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return norm(hidden + sum(update)), and hidden + sum(update).
+    """Add the parts of `update` to `hidden`. Return the norm of the sum, and the sum.
 
-    An update of None stands for zeros.
+    If `update` is None, nothing is added.
     """
     return norm.add_norm(hidden, update, backend)
 
@@ -164,5 +164,6 @@ def add_norm(
 def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"] | PendingAllReduce, dtype: DTypeLike
 ) -> Float[Array, "_ T D"] | PendingAllReduce:
-    """Return norm(sum(update)) with shape [1, T, D]; return `update` itself if `norm` is None."""
+    """Add the parts of `update`, and return the norm of the sum as an update with one part. If
+    `norm` is None, return `update` itself."""
     return update if norm is None else norm(reduce_update(update, dtype))[None]

@@ -233,7 +233,7 @@ def wrap_in_shard_map(
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     mapped = jax.shard_map(call, mesh=mesh, **options)
 
-    @wraps(function)  # keep the parameter names, because `jax.jit` donates arguments by name
+    @wraps(function)  # `jax.jit` donates arguments by name, so keep the names of the arguments
     def run(*arguments, **keywords):
         return mapped(arguments, keywords)
 

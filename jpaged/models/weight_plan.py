@@ -309,8 +309,8 @@ def make_abstract_model(
 ) -> nnx.Module:
     """Return the model that each device of the mesh computes, without parameter values.
 
-    Instead of values, the parameters are the `jax.ShapeDtypeStruct`s of the global arrays over
-    `mesh`, or of the arrays of a single device if `mesh` is None.
+    Each parameter is a `jax.ShapeDtypeStruct` instead of an array. It describes the array with all
+    devices' shards, or one device's array if `mesh` is None.
 
     Raises:
         ValueError: The devices cannot split the model.
