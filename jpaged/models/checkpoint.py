@@ -111,12 +111,12 @@ class ScaleAxis:
 
     @property
     def size(self) -> int:
-        """Size of the weight tensor along the axis."""
+        """Size of the weight tensor along this axis of its scales."""
         return sum(self.part_sizes)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Number of scales along the axis, for each part of a fused tensor (such as q, k and v)."""
+        """Number of scales along this axis for each part of a fused tensor, such as q, k and v."""
         return tuple(-(-size // self.block_size) for size in self.part_sizes)
 
 

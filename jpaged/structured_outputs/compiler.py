@@ -244,7 +244,8 @@ class GrammarCompiler:
     def rebuild_lexer(
         self, grammar: CompiledGrammar, consumed: list[int], may_share: bool
     ) -> tuple[Lexer, LexerUse, Any]:
-        """Return another lexer for an unfinished answer, to replace the answer's current lexer.
+        """Return another lexer and a matcher for an unfinished answer, to replace the answer's
+        current ones.
 
         A lexer is a compiled copy of a grammar. Lexers are compiled in threads with large stacks.
 
@@ -329,9 +330,9 @@ class GrammarCompiler:
             if spec.opening
             else ()
         )
-        # The grammar was compiled within the limits. If the grammar is compiled again, for a new
-        # lexer, the lexer's initial work has practically no limit. The reason is that the new lexer
-        # must also replay the tokens of an unfinished answer.
+        # The first compilation of the grammar kept within the limits. Later compilations, for new
+        # lexers, get a much larger limit on the lexer's initial work: a new lexer must also replay
+        # the tokens of an unfinished answer.
         compile_matcher = partial(
             compile_matcher, limits=_parser_limits(initial_lexer_fuel=_RECOMPILE_FUEL)
         )

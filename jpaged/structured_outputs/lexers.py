@@ -55,7 +55,7 @@ def heap_bytes() -> int:
         found = _libc().mallinfo2().numbers
     except AttributeError:
         return _resident_bytes()
-    # Add the fields uordblks (used bytes of arenas) and hblkhd (bytes of large mappings).
+    # The sum of two fields: uordblks (used bytes of arenas) and hblkhd (bytes of large mappings).
     return found[7] + found[4]
 
 
@@ -122,7 +122,7 @@ class LexerUse(Enum):
 
     EXCLUSIVE = auto()  # one answer at a time uses the lexer, and later answers reuse it
     SHARED = auto()  # several answers use the lexer at the same time
-    PRIVATE = auto()  # a single answer uses the lexer, which a `LexerPool` never reuses
+    PRIVATE = auto()  # only one answer ever uses the lexer
 
 
 @dataclass(eq=False)

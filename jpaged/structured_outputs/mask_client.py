@@ -125,7 +125,7 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the grammar is compiled and every answer has a mask, or has failed."""
+        """Whether every answer has either failed, or has a compiled grammar and a mask."""
         return self._client.are_ready(self.answers)
 
     def wait(self, seconds: float | None = None) -> None:
@@ -185,7 +185,8 @@ class MaskWorkerClient:
         self._settings = MaskWorkerSettings(str(folder), vocab_size, eos_token_ids, capacity, width)
         self.max_wait_s, self.silence_timeout_s = max_wait_s, silence_timeout_s
         self.seconds_waited = 0.0
-        # Whether the mask worker has reported nothing since a step waited for `max_wait_s`.
+        # Whether a step has waited for `max_wait_s` seconds without success, and the mask worker
+        # has reported nothing since then.
         self._is_stalled = False
         # A `MaskMemory`; None before the first grammar.
         self._memory: Any = None
@@ -302,7 +303,8 @@ class MaskWorkerClient:
     def seconds_left(self) -> float:
         """Seconds of `max_wait_s` that the current step may still wait for the mask worker.
 
-        0 while the mask worker does not respond.
+        0 while the mask worker is stalled: after an earlier step has waited without success, steps
+        do not wait until the mask worker reports something.
         """
         return 0.0 if self._is_stalled else max(0.0, self.max_wait_s - self.seconds_waited)
 

@@ -308,7 +308,7 @@ class MaskMaker:
     def _consume_batch(
         self, items: Sequence[tuple[_WorkerAnswer, int]]
     ) -> dict[int, BaseException]:
-        """Let the matcher of each answer consume the token that follows the answer in its pair.
+        """Let matchers consume tokens, in batches. An item is an answer and its new token.
 
         Returns:
             The errors of answers that failed, by `MaskMemory` index.

@@ -79,7 +79,7 @@ class Vocabulary:
     Attributes:
         inner: llguidance's object for the tokenizer.
         not_eos_mask: Mask of all tokens except the model's end tokens, int32 [W].
-        line_break_ids: Number of line breaks, by token id, of tokens that are only line breaks.
+        line_break_ids: Maps the id of each token that has only line breaks to their number.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -401,8 +401,8 @@ class Matcher:
             if not self.is_stopped:
                 reason = "the grammar allows no next token here, and the answer is incomplete"
                 return spec_error(self._spec, reason)
-            # The answer got a new lexer, which shows that the answer is complete. Allow only end
-            # tokens.
+            # The matcher was replaced together with its lexer. The new matcher found that the
+            # answer is complete, so allow only end tokens.
             mask[:] = ~self.vocabulary.not_eos_mask
         return None
 

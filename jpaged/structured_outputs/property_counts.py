@@ -90,7 +90,7 @@ class PropertyCount:
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether `maxProperties` forbids any object that the schema's other keywords allow.
+        """Whether the schema's other keywords allow objects that `maxProperties` forbids.
 
         False if an object can have at most `max_optional` optional properties anyway.
         """

@@ -235,7 +235,7 @@ def _check_annotation(path: SchemaPath, keyword: object, value: Any, *, is_root:
     """Check that a keyword does not restrict values, so that a grammar can ignore the keyword.
 
     Raises:
-        ValueError: The keyword may restrict values, is not a string, or is a `$id` below the root.
+        ValueError: `keyword` is not a string, or may restrict values, or is "$id" below the root.
     """
     _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
     keyword = str(keyword)
@@ -543,7 +543,7 @@ class _SatisfiabilityCheck:
         """Yield the schemas that determine the JSON types of the values that `schema` allows.
 
         These are the schemas in `allOf`, `$ref`, `anyOf` and `oneOf`, and the schemas of required
-        properties and items.
+        properties and items: if no value matches a required property, no object matches `schema`.
         """
         yield from _all_of(path, schema, self._resolve)
         for word in _CASE_KEYWORDS:
@@ -560,10 +560,10 @@ class _SatisfiabilityCheck:
                 types &= frozenset().union(*(self._schema_types(it) for it in _cases(schema, word)))
         for kind in ("object", "array"):
             needed = self._needed[id(schema), kind]
-            # `needed` lists schemas of required properties (or items) for which no matching value
-            # of finite size is known yet. Until the list is empty, no object (or array) of finite
-            # size is known to match `schema`. Removed schemas never return to the list, because the
-            # set of types of a schema never shrinks.
+            # `needed` lists schemas of required properties (or items). A schema stays in the list
+            # until a value of finite size is known that matches it. Until the list is empty, no
+            # object (or array) of finite size is known to match `schema`. Removed schemas never
+            # return to the list, because a schema never loses a known type.
             while needed and self._schema_types(needed[-1]):
                 needed.pop()
             if needed:

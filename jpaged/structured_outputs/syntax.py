@@ -62,7 +62,7 @@ _LARK_TOKEN = re.compile(
 
 Elements that the checks treat alike match the same group of the pattern."""
 
-_MAX_DIGITS = 9  # a repetition count with more digits exceeds `bounds.NESTED_REPETITIONS`
+_MAX_DIGITS = 9  # a repetition count with 10 or more digits exceeds `bounds.NESTED_REPETITIONS`
 
 _WHITESPACE: Any = re.compile(r"[ \t\r\n]*")
 
@@ -174,7 +174,7 @@ class _RepetitionCounter:
         self._path = path
         # For each open group, the largest product of nested repetition counts.
         self._group_products = [1]
-        # Product of nested repetition counts in the last character or group.
+        # Product of the repetition counts of the last item (a character or a group) and inside it.
         self._last_product = 1
 
     def add_item(self) -> None:

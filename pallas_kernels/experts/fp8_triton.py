@@ -159,8 +159,9 @@ def _kernel(
         def group_scales(step):
             """Return, for each weight (gate and up, or only down), a scale per row of the product.
 
-            A product's scale is the scale of x's row times the scale of the weight's block. Both
-            belong to the group of `FP8_GROUP_SIZE` columns of x with column `step * _DEPTH`.
+            A product's scale is the scale of x's row times the scale of the weight's block. Column
+            `step * _DEPTH` of x is in a group of `FP8_GROUP_SIZE` columns, and both scales are the
+            scales for this group.
             """
             group = lax.div(step, jnp.int32(FP8_GROUP_SIZE // _DEPTH))
             source = x_scale_ref.at[jnp.full_like(x_rows, group), x_rows]

@@ -345,7 +345,8 @@ def _gather_kernel(x_ref, order_ref, out_ref, *, rows_per_token, columns):
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def combine_rows(rows, weights, experts, positions, offsets, *, dtype, interpret: bool = False):
-    """Return the weighted sum of the rows of each token, in the order of its choices.
+    """Return the weighted sum of each token's rows. The rows are added in the order of the token's
+    choices of experts.
 
     Args:
         rows: Rows [R, D], sorted by expert.
