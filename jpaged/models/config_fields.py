@@ -33,8 +33,8 @@ _MAX_FIELD_VALUES = {
 # 2**31, because positions and token ids are 32-bit integers.
 _DEFAULT_MAX_VALUE = 2**30
 
-# Config fields, each with the values that do not change the computation. Another value is an error
-# if the model family does not read the field.
+# Maps config fields to their neutral values: values with which the model computes as if the field
+# were missing. If a model family does not read the field, any other value of it is an error.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),

@@ -151,8 +151,8 @@ class DeviceShard:
         """Yield the parts of a slab (rows of a checkpoint tensor) that belong to this device.
 
         The device holds boxes (rectangular parts) of the unsharded parameter. For each box that the
-        slab overlaps, yield the box, and which range of the slab lies in the box, on each axis of
-        the parameter.
+        slab overlaps, yield two things: the box, and the part of the slab that lies in the box, as
+        one slice per axis of the parameter.
         """
         end = start.copy()
         end[list(axis_order)] += slab.shape

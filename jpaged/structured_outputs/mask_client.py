@@ -303,8 +303,8 @@ class MaskWorkerClient:
     def seconds_left(self) -> float:
         """Seconds of `max_wait_s` that the current step may still wait for the mask worker.
 
-        0 while the mask worker is stalled: after an earlier step has waited without success, steps
-        do not wait until the mask worker reports something.
+        0 while the mask worker is stalled: after a step has waited without success, later steps do
+        not wait at all. Steps wait again once the mask worker has reported something.
         """
         return 0.0 if self._is_stalled else max(0.0, self.max_wait_s - self.seconds_waited)
 

@@ -100,7 +100,7 @@ class PropertyCount:
 
     @property
     def _sizes(self) -> range:
-        """Allowed numbers of properties from `optional_names` in an object."""
+        """How many of the names in `optional_names` an object may have."""
         max_optional = min(
             len(self.optional_names),
             len(self.optional_names) if self.max_optional is None else self.max_optional,

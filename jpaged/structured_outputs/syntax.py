@@ -178,8 +178,8 @@ class _RepetitionCounter:
         self._last_product = 1
 
     def add_item(self) -> None:
-        """Process an item of the regular expression or grammar that is no group, such as a
-        character. If a repetition count follows the item, call `repeat_last` next."""
+        """Process a character, or another item that is not a group. If a repetition count follows
+        the item, call `repeat_last` next."""
         self._last_product = 1
 
     def open_group(self) -> None:
