@@ -95,8 +95,8 @@ def _experts(
 def _attend(q, k, v, kv, attention, *, heads, batch_invariant, scale, soft_cap, sliding_window):
     """Store keys and values of one layer, and compute attention.
 
-    In the pool, all layers have equally many heads of equal width. If the model's layer has fewer or
-    narrower heads, they are padded with zeros, which do not change the scores.
+    In the pool, all layers have equally many heads of equal width. If the model's layer has fewer
+    or narrower heads, they are padded with zeros, which do not change the scores.
 
     Returns:
         The outputs [T, N, H], and the layer's updated pool.
