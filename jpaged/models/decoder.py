@@ -162,7 +162,7 @@ def run_layers(
         layers: Layers of the model, in order.
         hidden: Residual stream before the first layer.
         pool: K and V of each layer.
-        attention: Inputs of the step.
+        attention: Inputs of the attention that are the same in all layers, such as block tables.
         angles: Rotation of the tokens in each layer; None for a layer without rotary embedding.
     """
     update, new_pool = None, []

@@ -98,7 +98,8 @@ class LexerMemory:
         return self._is_full
 
     def trim_if_full(self) -> bool:
-        """Release free memory to the operating system if `is_full`, and return the new `is_full`.
+        """Release free memory to the operating system if the lexers take too much memory. Return
+        whether they still do, as `is_full` does.
 
         Memory is released at most once per second. Releasing much memory takes tens of
         milliseconds.
