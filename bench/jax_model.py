@@ -143,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
     args = parse_arguments(parser)
+    # With JAX's compilation cache, processes compile the programs of a `JaxModel`.
+    cache = tempfile.TemporaryDirectory()
+    jax.config.update("jax_compilation_cache_dir", cache.name)
     found = []
     for row in rows(args):
         found.append(row)

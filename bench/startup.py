@@ -6,8 +6,9 @@
 Each start is a new process. The shapes have random weights and the engine options of the other
 benchmarks. The GEMMs of the shapes in `UNRECORDED` are not in the autotuning records that ship with
 jpaged. `--model embedded` runs `python -m jpaged` with the model that ships with jpaged. The models
-`fused` and `plain` are those of `bench.jax_model`, with the shape of Qwen3-0.6B. Their weights are
-made before the engine starts, in the phase "other".
+`fused` and `plain` are those of `bench.jax_model`, with the shape of Qwen3-0.6B, and with JAX's
+compilation cache. Their phase "other" also has the start of the device and the making of the
+weights.
 
 The phases are those that the engine logs. Sizing and compiling begin before the model is loaded, so
 their figures are the remaining waits after loading. "other" is the time between the phases.
@@ -63,7 +64,7 @@ PHASES = {
 }
 """Maps the first word of a log line of the engine to the column of that phase in the results."""
 
-JAX_MODELS = MODELS[1:]
+JAX_MODELS, JAX_MODEL_SHAPE = MODELS[1:], "qwen3-0.6b"
 POOL_BYTES = 8 * 2**30
 """Size of the KV pool of a model of `JAX_MODELS`."""
 
@@ -100,7 +101,9 @@ class Kind(NamedTuple):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Targets in seconds, with the keys "cold" and "warm"."""
+        """Targets in seconds, with the keys "cold" and "warm"; empty without targets."""
+        if self.model in JAX_MODELS:
+            return {}
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
         limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
@@ -115,7 +118,10 @@ class Kind(NamedTuple):
     def label(self) -> dict[str, Any]:
         """Columns of a result row that identify this kind of start: model, GPUs and format."""
         count = {"devices": self.num_devices} if self.num_devices > 1 else {}
-        return labelled({"model": self.model, **count}, self.form)
+        name = (
+            f"{JAX_MODEL_SHAPE}, {self.model} JaxModel" if self.model in JAX_MODELS else self.model
+        )
+        return labelled({"model": name, **count}, self.form)
 
 
 def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
@@ -129,7 +135,7 @@ def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
         return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
     shared = {"compilation_cache_dir": str(cache), "verbose": True}
     if model in JAX_MODELS:
-        shared |= {"model": model, "config": make_config("qwen3-0.6b", None)}
+        shared |= {"model": model, "config": make_config(JAX_MODEL_SHAPE, None)}
         shared["kv_cache_memory_bytes"] = POOL_BYTES
         code = SERVE % "from bench.jax_model import make_engine"
         return [sys.executable, "-c", code, json.dumps(shared)]
@@ -159,6 +165,10 @@ def start(kind: Kind, cache: Path) -> dict:
     # The NVIDIA driver caches compiled kernels too. An old cache would speed up a cold start.
     environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
     root = str(Path(__file__).parent.parent)
+    if kind.model in JAX_MODELS:
+        # Such an engine does not enable JAX's cache itself.
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax")}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.getenv("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         began, used = time.monotonic(), processor_seconds()
@@ -221,8 +231,9 @@ def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
 def row(which: str, kind: Kind, figures: dict) -> dict:
     """Return a result row with the times of a "cold" or "warm" start, the target in seconds, and
     whether the start reached the target."""
-    limit, seconds = kind.limits[which], figures["first_token_s"]
-    marks = {"to_reach": limit, "vllm": kind.vllm, "reached": seconds <= limit}
+    limit, seconds = kind.limits.get(which), figures["first_token_s"]
+    reached = None if limit is None else seconds <= limit
+    marks = {"to_reach": limit, "vllm": kind.vllm, "reached": reached}
     first = {"first_token_s": seconds, "processors": os.cpu_count()}
     return {"start": which, **kind.label, **first, **marks, **figures}
 

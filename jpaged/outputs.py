@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jpaged.errors import ErrorInfo
 from jpaged.observe.statistics import RequestMetrics
+
+if TYPE_CHECKING:  # `jpaged --help` imports no numpy
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class CompletionOutput:
     weight_versions: tuple[tuple[int, int], ...] = ()
 
     @property
-    def token_logprobs(self) -> np.ndarray | None:
+    def token_logprobs(self) -> "np.ndarray | None":
         """`Logprob.logprob` of each token in `token_ids`, float32 [T]; None unless `logprobs` were
         requested.
 
@@ -79,6 +81,8 @@ class CompletionOutput:
         packed = getattr(self.logprobs, "token_logprobs", None)
         if packed is not None:
             return packed
+        import numpy as np
+
         entries = zip(self.token_ids, self.logprobs, strict=True)
         return np.array([entry[token_id].logprob for token_id, entry in entries], np.float32)
 

@@ -220,8 +220,8 @@ class Steps:
         return self.pipeline.locate(self.tile_index)
 
     def number(self, step):
-        """Return the number of steps that the program has finished before `step` of this tile,
-        earlier tiles included."""
+        """Return how many steps of the program come before `step` of this tile, earlier tiles
+        included."""
         return step if self.tile_index is None else self.tile_index * self.count + step
 
     def stage_index(self, step):

@@ -89,7 +89,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
 
     @property
     def token_logprobs(self) -> np.ndarray:
-        """Log-probability of each token, float32 [C]. No entry is decoded."""
+        """Log-probability of each scored token, float32 [C]. No entry is decoded."""
         return self._scores[:, LOGPROB_COLUMN].view(np.float32)
 
     @property

@@ -125,8 +125,8 @@ class WeightRule:
     """A mapping from one checkpoint tensor to a parameter, or to one part of a fused parameter.
 
     A parameter has a dotted path, such as `layers.0.attention.qkv.weight`. This is the path of the
-    `nnx.Param` in the model, except that the path leaves out `format`, the attribute of a `Linear`.
-    A fused parameter has several rules, and each rule fills one part of the parameter.
+    `nnx.Param` in the model, except that the path leaves out the attributes named `format`. A fused
+    parameter has several rules, and each rule fills one part of the parameter.
 
     Attributes:
         source: Name of the tensor, without the prefix of the `WeightRules`.

@@ -60,8 +60,8 @@ def check_batch_invariance(name: str, traced: Any) -> None:
 
     Args:
         name: Name of the function: "forward" or "logits".
-        traced: Trace of the function (`jax.core.ClosedJaxpr`). During the trace, the function
-            called a `TracedStep` or `TracedOps`.
+        traced: Trace of the function (`jax.core.ClosedJaxpr`). The function got a
+            `TracedStep` or `TracedOps` as its argument `step`.
 
     Raises:
         ValueError: The function computes a sum in another way. The message names the primitive and

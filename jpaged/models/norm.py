@@ -52,7 +52,7 @@ def add_norm_rows(
     is_kernel = backend is not Backend.XLA
     if update is None and is_kernel and batch_invariant:
         # Add zeros if no update is given, so that the fused kernel computes the norm. Otherwise XLA
-        # would compute it, in an order of summation that may depend on the number of rows.
+        # would compute it, in a loop over tiles of rows.
         update = jnp.zeros_like(hidden)[None]
     if update is not None and (is_kernel or not batch_invariant):
         return add_rms_norm(hidden, update, weight, eps=eps, backend=backend)

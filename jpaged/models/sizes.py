@@ -50,7 +50,11 @@ class JaxModelSizes:
 
     @property
     def num_embedding_rows(self) -> int:
-        """Number of rows of the embedding on each device. Every device has the whole vocabulary."""
+        """Number of logits per token on each device.
+
+        The property has the name that it has in `ModelConfig`. Every device has the logits of the
+        whole vocabulary, even if the embedding is split over the devices.
+        """
         return self.vocab_size
 
     @property

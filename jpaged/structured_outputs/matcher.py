@@ -79,7 +79,8 @@ class Vocabulary:
     Attributes:
         inner: llguidance's object for the tokenizer.
         not_eos_mask: Mask of all tokens except the model's end tokens, int32 [W].
-        line_break_ids: Maps the id of each token that has only line breaks to their number.
+        line_break_ids: Maps the ids of the tokens for one and for two line breaks, if they exist,
+            to the number of line breaks.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):

@@ -50,6 +50,15 @@ def test_weight_format_and_number_of_gpus_set_the_target_time_and_engine_options
     assert [it.get("kv_cache_dtype") for it in options] == ["fp8", None]
 
 
+def test_start_of_a_jax_model_names_its_shape_and_has_no_target(tmp_path: Path):
+    found = row("cold", Kind("plain"), {"first_token_s": 44.0})
+    assert (found["model"], found["to_reach"]) == ("qwen3-0.6b, plain JaxModel", None)
+    assert found["reached"] is None
+    code, options = command(Kind("plain"), tmp_path, tmp_path)[-2:]
+    assert "from bench.jax_model import make_engine" in code
+    assert json.loads(options)["model"] == "plain"
+
+
 @pytest.mark.parametrize("shape", UNRECORDED)
 def test_benchmarks_include_models_without_a_shipped_autotuning_record(shape: str):
     model = make_abstract_model(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))

@@ -206,6 +206,7 @@ def test_memory_account_equals_the_device_statistics(tmp_path: Path):
     save_config(tmp_path, MEDIUM)
     options = {**DUMMY, "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512}
     options |= {"num_scheduler_steps": 1, "kv_cache_memory_bytes": 2 * 2**30}
+    options["compilation_cache_dir"] = str(tmp_path / "cache")
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), json.dumps(options)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)

@@ -170,7 +170,13 @@ def expected() -> Callable[[int], list[list[int]]]:
     A model on one device, without a KV cache, computes the expected tokens.
     """
     model = plain_jax_llama.make_model(SMALL.config)
-    return cache(lambda seed: [greedy_tokens(model, weights(seed), it) for it in PROMPTS])
+
+    @cache
+    def compute(seed: int) -> list[list[int]]:
+        with jax.default_matmul_precision("float32"):
+            return [greedy_tokens(model, weights(seed), it) for it in PROMPTS]
+
+    return compute
 
 
 def check_census(engine: Engine) -> None:
