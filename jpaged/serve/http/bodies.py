@@ -182,12 +182,14 @@ def parse_json(body: bytes | bytearray, max_values: int) -> Any:
     num_names, string_spans = _scan_body(body, max_values)
     try:
         value = _decode(body, string_spans) if string_spans else _decoder.decode(body)
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # raised by msgspec below version 0.23
         raise _invalid_json_error(_describe_utf8_error(body)) from None
     except RecursionError:
         raise _too_deep_error() from None
     except msgspec.DecodeError as error:
         reason = str(error).removeprefix("JSON is malformed: ")
+        if "UTF-8" in reason:  # the message has no position
+            reason = _describe_utf8_error(body)
         raise _lone_surrogate_error(body) or _invalid_json_error(reason) from None
     if _count_names(value) < num_names:
         raise _duplicate_name_error(body)
