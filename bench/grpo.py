@@ -8,7 +8,7 @@ four parts:
     update       gradients of GRPO's loss (arXiv:2402.03300), and Adam
     hand-over    give the new weights to the sampler
 
-The systems differ in rollout, scoring and hand-over:
+The update is the same code in all systems. They differ in rollout, scoring and hand-over:
 
     jpaged       an `Engine`, `score_completions` and `update_weights`
     invariant    the same with `batch_invariant=True`
@@ -46,10 +46,10 @@ from jpaged.models.registry import read_model_config
 from jpaged.models.weight_plan import plan_model
 
 SYSTEMS = ("jpaged", "invariant", "contiguous")
-MAX_ROWS = 256
+MAX_NUM_SEQS = 256
 """Maximum number of sequences that a sampler decodes at the same time."""
 
-Answers = list[list[int]]
+TokenLists = list[list[int]]
 
 
 class Sampler(NamedTuple):
@@ -61,12 +61,12 @@ class Sampler(NamedTuple):
         sample: Returns `num_samples` consecutive answers per prompt, and the log-probabilities of
             the answers' tokens, or None if the sampling computes no log-probabilities.
         score: Returns the log-probabilities of answers to the prompts.
-        update: Takes new weights of the trainer.
+        update_weights: Gives the trainer's weights to the sampler.
     """
 
-    sample: Callable[[Answers, int], tuple[Answers, np.ndarray | None]]
-    score: Callable[[Answers, Answers], np.ndarray]
-    update: Callable[[dict[str, jax.Array]], None]
+    sample: Callable[[TokenLists, int], tuple[TokenLists, np.ndarray | None]]
+    score: Callable[[TokenLists, TokenLists], np.ndarray]
+    update_weights: Callable[[dict[str, jax.Array]], None]
 
 
 class Trainer:
@@ -93,14 +93,14 @@ class Trainer:
         self._jitted_score = jax.jit(
             lambda params, tokens: jax.lax.map(partial(self._logprobs, self._cast(params)), tokens)
         )
-        self._jitted_update = jax.jit(self._updated, donate_argnums=(0, 1))
+        self._jitted_update = jax.jit(self._update_step, donate_argnums=(0, 1))
 
-    def score(self, prompts: Answers, answers: Answers) -> np.ndarray:
+    def score(self, prompts: TokenLists, answers: TokenLists) -> np.ndarray:
         """Return the log-probabilities of the answers' tokens, [answers, answer_len]."""
         return np.concatenate(self._jitted_score(self.params, self._batches(prompts, answers)))
 
     def update(
-        self, prompts: Answers, answers: Answers, logprobs: np.ndarray, advantages: np.ndarray
+        self, prompts: TokenLists, answers: TokenLists, logprobs: np.ndarray, advantages: np.ndarray
     ) -> None:
         """Update the weights by GRPO's loss on all answers, and wait for the device."""
         shape = (-1, self._rows)
@@ -112,7 +112,7 @@ class Trainer:
         self.params, self._state = self._jitted_update(self.params, self._state, batches)
         jax.block_until_ready(self.params)
 
-    def _batches(self, prompts: Answers, answers: Answers) -> np.ndarray:
+    def _batches(self, prompts: TokenLists, answers: TokenLists) -> np.ndarray:
         tokens = np.concatenate([np.array(prompts, np.int32), np.array(answers, np.int32)], axis=1)
         return tokens.reshape(-1, self._rows, tokens.shape[1])
 
@@ -135,7 +135,7 @@ class Trainer:
         gain = advantages[:, None] * jnp.stack([ratio, jnp.clip(ratio, 1 - CLIP, 1 + CLIP)])
         return -jnp.mean(jnp.min(gain, axis=0))
 
-    def _updated(self, params, state, batches):
+    def _update_step(self, params, state, batches):
         def add_gradients(total, batch):
             return jax.tree.map(jnp.add, total, jax.grad(self._loss)(params, *batch)), None
 
@@ -155,20 +155,20 @@ def make_engine_sampler(
     engine = make_engine(
         shape,
         max_model_len=sum(lengths) + 1,  # scoring also needs room for one output token
-        max_num_seqs=MAX_ROWS,
+        max_num_seqs=MAX_NUM_SEQS,
         kv_cache_memory_bytes=kv_cache_bytes,
         batch_invariant=is_invariant,
         enable_prefix_caching=True,
     )
 
-    def sample(prompts: Answers, num_samples: int) -> tuple[Answers, np.ndarray]:
+    def sample(prompts: TokenLists, num_samples: int) -> tuple[TokenLists, np.ndarray]:
         sampling = SamplingParams(n=num_samples, max_tokens=lengths[1], logprobs=0, ignore_eos=True)
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         answers = [answer for output in outputs for answer in output.outputs]
         logprobs = np.array([it.token_logprobs for it in answers])
         return [list(it.token_ids) for it in answers], logprobs
 
-    def score(prompts: Answers, answers: Answers) -> np.ndarray:
+    def score(prompts: TokenLists, answers: TokenLists) -> np.ndarray:
         scores = engine.score_completions(prompts, answers, use_tqdm=False)
         return np.array([it.logprobs for it in scores], np.float32)
 
@@ -183,9 +183,9 @@ def make_contiguous_sampler(shape: str, lengths: tuple[int, int], trainer: Train
         config = read_model_config(read_config(folder))
         plan = plan_model(folder, config, dtype=jnp.bfloat16, load_format="dummy")
     model, parameters = Model(plan.load()), ModelParameters(plan, jax.local_devices()[:1])
-    decoder = Decoder(model, "static", num_slots=MAX_ROWS, max_len=sum(lengths))
+    decoder = Decoder(model, "static", num_slots=MAX_NUM_SEQS, max_len=sum(lengths))
 
-    def sample(prompts: Answers, num_samples: int) -> tuple[Answers, None]:
+    def sample(prompts: TokenLists, num_samples: int) -> tuple[TokenLists, None]:
         requests = [
             Request(list(prompt), lengths[1]) for prompt in prompts for _ in range(num_samples)
         ]
@@ -243,7 +243,7 @@ def time_step(
     trainer.update(repeated, answers, scores if logprobs is None else logprobs, advantages)
     times.append(time.perf_counter())
 
-    sampler.update(trainer.params)
+    sampler.update_weights(trainer.params)
     times.append(time.perf_counter())
     return np.diff(times).tolist()
 

@@ -3,15 +3,17 @@
     cold    with an empty compilation cache
     warm    with the cache of the cold start; the median of several starts
 
-Each start is a new process. The shapes have random weights and the engine options of the other
+Each start is a new process. The engines have random weights and the options of the other
 benchmarks. The GEMMs of the shapes in `UNRECORDED` are not in the autotuning records that ship with
 jpaged. `--model embedded` runs `python -m jpaged` with the model that ships with jpaged. The models
-`fused` and `plain` are those of `bench.jax_model`, with the shape of Qwen3-0.6B, and with JAX's
-compilation cache. Their phase "other" also has the start of the device and the making of the
-weights.
+`fused` and `plain` are those of `bench.jax_model`, in the shape of Qwen3-0.6B. They use JAX's
+compilation cache.
 
-The phases are those that the engine logs. Sizing and compiling begin before the model is loaded, so
-their figures are the remaining waits after loading. "other" is the time between the phases.
+The columns of phases come from the log of the process. Sizing and compiling run in the background
+while the model loads: their columns are the time that the engine still waits for them afterwards.
+"other" is the rest, such as the start of Python and the first step. It is the whole time of
+`embedded`, which logs no phases here. For `fused` and `plain`, it includes the start of the device
+and the creation of the weights.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from bench.common import (
     labelled,
 )
 from bench.compare import parse_arguments
-from bench.jax_model import MODELS, make_config
+from bench.jax_model import make_config
 from bench.records import print_table, record
 
 EMBEDDED = "embedded"
@@ -64,7 +66,7 @@ PHASES = {
 }
 """Maps the first word of a log line of the engine to the column of that phase in the results."""
 
-JAX_MODELS, JAX_MODEL_SHAPE = MODELS[1:], "qwen3-0.6b"
+JAX_MODELS, JAX_MODEL_SHAPE = ("fused", "plain"), "qwen3-0.6b"
 POOL_BYTES = 8 * 2**30
 """Size of the KV pool of a model of `JAX_MODELS`."""
 
@@ -166,7 +168,7 @@ def start(kind: Kind, cache: Path) -> dict:
     environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
     root = str(Path(__file__).parent.parent)
     if kind.model in JAX_MODELS:
-        # Such an engine does not enable JAX's cache itself.
+        # The engine of a `JaxModel` does not enable JAX's compilation cache.
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax")}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.getenv("PYTHONPATH")])])
@@ -245,7 +247,7 @@ def main() -> None:
     models = [*ALL_SHAPES, *JAX_MODELS, EMBEDDED]
     parser.add_argument("--model", choices=models, nargs="+", default=[*SHAPES])
     parser.add_argument("--repeats", type=int, default=3, help="number of warm starts")
-    parser.add_argument("--cache-dir", type=Path, help="keep the compiled programs here, by model")
+    parser.add_argument("--cache-dir", type=Path, help="keep the compiled programs in subfolders")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)
     args = parse_arguments(parser)

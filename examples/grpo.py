@@ -7,8 +7,8 @@ four parts:
 
 1. The engine samples several answers to each question.
 2. `score_completions` computes the log-probabilities of the answers again.
-3. GRPO (Group Relative Policy Optimization, arXiv:2402.03300) updates the weights. The reward of an
-   answer is the share of the sorted list before the first wrong number.
+3. GRPO (Group Relative Policy Optimization, arXiv:2402.03300) updates the weights, with
+   `reward_of` as the reward of an answer.
 4. `engine.update_weights` gives the new weights to the engine. Nothing is compiled again.
 
 The engine is batch-invariant, so parts 1 and 2 give log-probabilities with the same bits. Part 3
@@ -35,8 +35,8 @@ from jpaged.config import EMBEDDED_MODEL
 PARTS: list[str] = ["rollout", "scoring", "update", "hand-over"]
 # Maximum number of tokens of a prompt and its answer together.
 MAX_LEN = 160
-# The loss rewards changes of the ratio (new probability / old probability of a token) only from
-# 1 - CLIP to 1 + CLIP.
+# GRPO clips the ratio (new probability / old probability of a token) to 1 - CLIP ... 1 + CLIP:
+# further improvements of the ratio have no gradient.
 CLIP = 0.2
 
 
@@ -76,12 +76,12 @@ def make_question(rng: random.Random) -> tuple[str, list[str]]:
     return f"Sort {', '.join(map(str, numbers))}\n", [str(it) for it in sorted(numbers)]
 
 
-def reward_of(text: str, answer: list[str]) -> float:
-    """Return the share of the sorted list before the first wrong number."""
+def reward_of(text: str, solution: list[str]) -> float:
+    """Return (right numbers before the first wrong number) / (length of the longer list)."""
     found = text.strip().split(", ")
-    is_wrong = [a != b for a, b in zip(found, answer, strict=False)]
+    is_wrong = [a != b for a, b in zip(found, solution, strict=False)]
     num_right = is_wrong.index(True) if True in is_wrong else len(is_wrong)
-    return num_right / max(len(found), len(answer))
+    return num_right / max(len(found), len(solution))
 
 
 def make_batch(
@@ -131,7 +131,7 @@ def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iter
     state, rng = optimizer.init(params), random.Random(seed)
     for step in range(num_steps):
         times = [time.perf_counter()]
-        prompts, answers = zip(*[make_question(rng) for _ in range(num_prompts)], strict=True)
+        prompts, solutions = zip(*[make_question(rng) for _ in range(num_prompts)], strict=True)
         sampling = SamplingParams(n=num_samples, max_tokens=72, seed=seed + step, logprobs=0)
         outputs = engine.generate(list(prompts), sampling, use_tqdm=False)
         samples = [(it.prompt_token_ids, answer) for it in outputs for answer in it.outputs]
@@ -144,8 +144,8 @@ def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iter
         scoring_difference = np.abs(scored - sampled).max()
         times.append(time.perf_counter())
 
-        graded = zip(outputs, answers, strict=True)
-        rewards = [[reward_of(it.text, answer) for it in out.outputs] for out, answer in graded]
+        pairs = zip(outputs, solutions, strict=True)
+        rewards = [[reward_of(it.text, right) for it in out.outputs] for out, right in pairs]
         rewards = np.array(rewards, np.float32)
         centered = rewards - rewards.mean(axis=1, keepdims=True)
         advantages = centered / (rewards.std(axis=1, keepdims=True) + 1e-4)

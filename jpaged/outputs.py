@@ -19,8 +19,8 @@ class Logprob:
     Attributes:
         logprob: Natural logarithm of the token's probability, or the value that the engine's
             `logprobs_mode` selects.
-        rank: Rank in the whole vocabulary by `logprob`. For the chosen token, the number of tokens
-            with at least this value; 1 if all other tokens have lower values.
+        rank: Rank in the whole vocabulary by `logprob`; 1 is the highest. For the chosen token, the
+            number of tokens with at least its value, itself included.
         decoded_token: Text of the token alone; None without a tokenizer.
         kept_mass: Probability of the tokens that top-k, top-p and min-p kept at this position,
             after biases, penalties and temperature. Exactly 1 if they removed no token, and in
@@ -54,8 +54,8 @@ class CompletionOutput:
             token or another cause ended the answer.
         score: Score that ranks the answers of a beam search: `cumulative_logprob` divided by the
             number of tokens to the power `length_penalty`. None for a sample.
-        weight_versions: Which weights made which tokens, as pairs (version, index in `token_ids` of
-            the first token of this version). See `Engine.update_weights`.
+        weight_versions: Pairs (version, index in `token_ids` of the first token that the weights of
+            this version made). See `Engine.update_weights`.
     """
 
     index: int
@@ -210,12 +210,12 @@ class RequestDelta:
         deltas: New output, at most one delta per answer. A beam search, and a request with
             `best_of` above `n`, returns whole answers in its last delta, best first.
         finished: Whether all answers are complete. If true, this delta is the request's last.
-        prompt_logprobs: As in `RequestOutput`. Set once, in the delta of the first output token or
-            earlier.
+        prompt_logprobs: As in `RequestOutput`. Set in one delta only, at the latest in the delta of
+            the first output token.
         num_cached_tokens: As in `RequestOutput`.
         metrics: Times of the request's events; None until the request is finished.
-        error: Message of the error that ended the request; None unless `finish_reason` is "error".
-        error_info: Parts of `error`; None if the fault lies with the engine, not with the request.
+        error: Message of the error that ended the request; None unless the request failed.
+        error_info: Parts of `error`; None unless `error` is from a `RequestError`.
     """
 
     request_id: str

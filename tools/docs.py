@@ -130,7 +130,7 @@ def models_page() -> str:
             "several devices, each device holds a shard of the width of every expert, or whole "
             "experts with `--enable-expert-parallel`. Use the option if the devices cannot split "
             "the width of an expert, or "
-            "[if it is faster](kernels/experts.md#width-or-whole-experts).\n",
+            "[if it is faster](kernels/experts.md#tensor-parallel-or-expert-parallel).\n",
             "Not supported: image inputs, LoRA, embeddings ([the list](from_vllm.md)).\n",
             "## Weight formats\n",
             "Weights in bfloat16, float16 and float32 are safetensors. Quantized checkpoints name "

@@ -1,5 +1,4 @@
-"""What the engine and the mask worker share: messages over a socket, and memory with one entry per
-answer.
+"""Messages and shared memory between the engine and the mask worker.
 
 The mask worker (`mask_worker`) is a process that compiles grammars and makes masks. The engine's
 side is `mask_client.MaskWorkerClient`. An answer is the output of one sequence that must match a
@@ -22,9 +21,8 @@ from jpaged.structured_outputs import StructuredOutputs
 from jpaged.structured_outputs.matcher import GrammarError
 
 MESSAGE_HEADER = struct.Struct("=II")
-"""Header of a message to the mask worker: the `MaskMessageKind`, and a number of answers.
-
-The number is 0 except in TOKENS messages."""
+"""Header of a message to the mask worker: the `MaskMessageKind`, and the number of answers. The
+number is 0 unless the kind is TOKENS."""
 
 _ERROR_BYTES = 2048
 """Bytes that the shared memory (`MaskMemory`) reserves for an answer's error message."""
@@ -80,17 +78,18 @@ class AnswerState(IntEnum):
 
     1. The engine changes FREE to PENDING and sends BEGIN.
     2. The mask worker compiles the grammar, makes the first mask and sets READY or FAILED.
-    3. The engine sets PENDING and sends a token (TOKENS). If the answer's last token or
-       mask took milliseconds, the worker sets HEAVY before matching the new token. When the work is
-       done, the worker sets READY, STOPPED or FAILED. Step 3 repeats for each token.
+    3. The engine sets PENDING and sends a token (TOKENS). If the answer's last token took more than
+       1 ms, or its last mask more than 10 ms, the worker sets HEAVY before matching the new token.
+       When the work is done, the worker sets READY, STOPPED or FAILED. Step 3 repeats for each
+       token.
     4. The engine sends END. The worker sets FREE once none of its threads writes to the entry.
 
-    If the worker ends, the engine sets DROPPED. The worker changes `MaskMemory.counts` after the
-    states, so a reader who sees a step in the counts also sees the states of the step.
+    If the worker ends, the engine sets DROPPED. The worker increases `MaskMemory.counts[0]` after
+    it has written the states of a step. A reader that sees the new count also sees these states.
     """
 
     FREE = 0  # no answer uses the memory entry, and the mask worker does not write to the entry
-    PENDING = 1  # the mask worker still compiles the grammar, matches a token or makes a mask
+    PENDING = 1  # the mask worker has work to do: compile the grammar, match a token, make a mask
     HEAVY = 2  # like PENDING, but probably slow: a step should run without the answer
     READY = 3  # the memory entry holds the answer's next mask
     STOPPED = 4  # the answer is complete
@@ -116,10 +115,12 @@ class MaskMemory:
     Attributes:
         fd: File descriptor of the memory.
         counts: int64 [3]: number of steps whose tokens were matched, nanoseconds spent on matching
-            tokens, and nanoseconds spent on making masks in batches.
+            tokens, and nanoseconds spent on making masks in batches. When the engine starts or
+            drops a worker, it sets the number of steps.
         states: int32 [capacity], each an `AnswerState`.
         masks: int32 [capacity, W]. Bit `j` of word `w` is token `32 w + j`.
-        drop_reason: Why the engine dropped the last mask worker.
+        drop_reason: Why the engine dropped the last mask worker. Only the engine's object has this
+            text; it is not in the shared memory.
 
     Args:
         capacity: Number of entries.
@@ -156,10 +157,10 @@ class MaskMemory:
             problem = f": {type(error).__name__}: {error}"
             info = ErrorInfo("structured_outputs", (problem,), kind=ErrorKind.INTERNAL)
         text, words = msgspec.json.encode(info), str(info)
-        while len(text) >= _ERROR_BYTES:
+        while len(text) >= _ERROR_BYTES:  # shorten the message until it fits
             words = words[: len(words) * 3 // 4]
-            own = ErrorInfo("structured_outputs", (words,), kind=info.kind, shows_path=False)
-            text = msgspec.json.encode(own)
+            shortened = ErrorInfo("structured_outputs", (words,), kind=info.kind, shows_path=False)
+            text = msgspec.json.encode(shortened)
         self._error_texts[memory_index, : len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
         self.states[memory_index] = AnswerState.FAILED
 

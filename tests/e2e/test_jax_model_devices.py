@@ -147,11 +147,15 @@ def sharded_example(
         params = jax.tree.map(lambda it: it.astype(dtype), fused)
     model = make(sizes.config)
     if name == "plain":
-        model = replace(model, forward=in_float32(model.forward), logits=in_float32(model.logits))
+        model = replace(
+            model,
+            forward=with_float32_products(model.forward),
+            logits=with_float32_products(model.logits),
+        )
     return model, shard(params, mesh, split)
 
 
-def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_float32_products(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with float32 products. By default, a GPU rounds the factors of products
     to TF32."""
 
@@ -203,7 +207,8 @@ def test_several_devices_generate_the_tokens_of_one_device(
     loop: str,
     speculation: str,
 ):
-    """The pool has room for 2 of the 3 requests, so that requests are swapped."""
+    """The pool has room for 2 of the 3 requests, so that requests are swapped. Then the engine
+    refuses weights on the wrong devices, and takes new weights."""
     mesh = make_mesh(count, AxisType.Explicit if example == "fused" else AxisType.Auto)
     options = {name: dict(value) for name, value in SPECULATION[speculation].items()}
     tight = {"num_blocks": 7, "preemption_mode": "swap", "max_model_len": 64}
@@ -377,7 +382,7 @@ PARAMS: dict[str, tuple[Callable[[jax.Array, Mesh], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_parameter_that_is_not_on_the_mesh_is_refused(name: str):
+def test_unsupported_placement_of_a_parameter_is_refused(name: str):
     place_embedding, message = PARAMS[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_engine(params=place_params(place_embedding))
@@ -386,6 +391,7 @@ def test_parameter_that_is_not_on_the_mesh_is_refused(name: str):
 def test_sharding_without_a_mesh_is_refused(monkeypatch: pytest.MonkeyPatch):
     params = shard(tiny_params(), make_mesh(2), lambda _: None)
 
+    # JAX has no other sharding that would pass the checks before this one.
     class OtherSharding:
         pass
 
@@ -459,10 +465,10 @@ OPERATIONS: dict[str, tuple[Any, Callable[[str], int | None], str]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_split_that_an_operation_does_not_support_is_refused(
+def test_weight_that_an_operation_does_not_support_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     model, split, message = OPERATIONS[name]
-    monkeypatch.setattr(startup, "Compilation", lambda *_: pytest.fail("the pool was sized"))
+    monkeypatch.setattr(startup, "Compilation", lambda *_: pytest.fail("compilation started"))
     with pytest.raises(ValueError, match=message):
         make_engine(model, shard(fused_params(), make_mesh(2), split))
