@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.common import AS_VLLM, FORMATS, SHAPES, add_format_option, make_engine
+from bench.common import ALL_SHAPES, AS_VLLM, FORMATS, SHAPES, add_format_option, make_engine
 from jpaged.compile.gemm_autotuning import (
     EMPTY_RECORD,
     GemmRecord,
@@ -56,11 +56,11 @@ _RESULTS = (".pb", ".textproto")
 def model_of(shape: str, form: str) -> ModelConfig:
     """Return the configuration of a published model in a data format.
 
-    `shape` names the model (a key of `bench.common.SHAPES`), and `form` names the data types of the
-    weights and the KV cache (a key of `bench.common.FORMATS`).
+    `shape` names the model (a key of `bench.common.ALL_SHAPES`), and `form` names the data types of
+    the weights and the KV cache (a key of `bench.common.FORMATS`).
     """
     options = FORMATS[form]
-    model = read_model_config(SHAPES[shape], options.get("quantization"))
+    model = read_model_config(ALL_SHAPES[shape], options.get("quantization"))
     return replace(model, kv_cache_dtype=FP8_DTYPE) if "kv_cache_dtype" in options else model
 
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument(
         "--add", action="store_true", help="keep the recorded results of other models"
     )
