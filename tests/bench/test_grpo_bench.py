@@ -28,7 +28,7 @@ def test_grpo_benchmark_reports_the_seconds_of_each_part_of_a_training_step(
 ):
     for shapes in (common.SHAPES, common.ALL_SHAPES):
         monkeypatch.setitem(shapes, "tiny", common.SHAPES["qwen3-0.6b"] | TINY)
-    monkeypatch.setattr(grpo, "MAX_ROWS", 8)
+    monkeypatch.setattr(grpo, "MAX_NUM_SEQS", 8)
     # The tests run with strict promotion rules of JAX. The measured code needs the default rules:
     # it combines arrays of different dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
