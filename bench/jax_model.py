@@ -11,7 +11,7 @@ import gc
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def make_engine(
     if model == "fused":
         params = fused_jax_llama.fuse(params, config)
     module = fused_jax_llama if model == "fused" else plain_jax_llama
-    options.setdefault("num_compile_workers", NUM_COMPILE_WORKERS)
+    options["num_compile_workers"] = NUM_COMPILE_WORKERS
     return Engine(module.make_model(config), params=params, **options)
 
 
@@ -133,7 +133,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             gc.collect()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print one row per model, and record the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=[*SHAPES], nargs="+", default=["llama-3.1-8b"])
@@ -142,15 +142,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pool-gib", type=float, default=24.0, help="size of the KV pool")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
-    args = parse_arguments(parser)
-    # With JAX's compilation cache, processes compile the programs of a `JaxModel`.
-    cache = tempfile.TemporaryDirectory()
-    jax.config.update("jax_compilation_cache_dir", cache.name)
+    args = parse_arguments(parser, arguments)
     found = []
-    for row in rows(args):
-        found.append(row)
-        print(*row.values(), sep="  ", flush=True)
-        path = record("jax_model", found, by=("shape", "layers", "model"))
+    with tempfile.TemporaryDirectory() as cache:
+        # Compile workers of a `JaxModel` run only with JAX's compilation cache.
+        jax.config.update("jax_compilation_cache_dir", cache)
+        for row in rows(args):
+            found.append(row)
+            print(*row.values(), sep="  ", flush=True)
+            path = record("jax_model", found, by=("shape", "layers", "model"))
     print_table(found)
     print(path)
 
