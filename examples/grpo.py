@@ -144,8 +144,8 @@ def train(num_steps: int, num_prompts: int, num_samples: int, seed: int) -> Iter
         scoring_difference = np.abs(scored - sampled).max()
         times.append(time.perf_counter())
 
-        pairs = zip(outputs, solutions, strict=True)
-        rewards = [[reward_of(it.text, right) for it in out.outputs] for out, right in pairs]
+        graded = zip(outputs, solutions, strict=True)
+        rewards = [[reward_of(it.text, right) for it in out.outputs] for out, right in graded]
         rewards = np.array(rewards, np.float32)
         centered = rewards - rewards.mean(axis=1, keepdims=True)
         advantages = centered / (rewards.std(axis=1, keepdims=True) + 1e-4)

@@ -73,7 +73,8 @@ class CompletionOutput:
         """`Logprob.logprob` of each token in `token_ids`, float32 [T]; None unless `logprobs` were
         requested.
 
-        For trainers: reading this array does not create the entries of `logprobs`.
+        For trainers: reading this array does not create the entries of `logprobs`. Do not write to
+        the array.
         """
         if self.logprobs is None:
             return None

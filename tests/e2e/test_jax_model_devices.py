@@ -156,8 +156,8 @@ def sharded_example(
 
 
 def with_float32_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with float32 products. By default, a GPU rounds the factors of products
-    to TF32."""
+    """Return a function whose matrix products use float32. By default, XLA rounds their factors to
+    TF32 on a GPU."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
