@@ -195,7 +195,8 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
             yield layer, lambda it, x: it.mlp.intermediate(x, backend), [width]
             yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
         else:
-            yield layer, lambda it, x: it.mlp(x, backend), [width]
+            # On a GPU, kernels of jpaged compute the experts. Compiling the kernels takes seconds.
+            yield layer, lambda it, x: it.mlp.router_logits(x, backend), [width]
 
 
 def _run_after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Backend) -> Any:

@@ -103,9 +103,7 @@ class SparseFeedForward(nnx.Module):
             num_local = experts.num_local_experts
             first_expert = jnp.asarray(shard_start(num_local), jnp.int32)
         routing = route(
-            router_logits(
-                x, self.router[...], backend=backend, batch_invariant=self.batch_invariant
-            ),
+            self.router_logits(x, backend),
             experts.num_experts_per_token,
             normalize=experts.normalize,
             num_tokens=num_tokens,
@@ -121,6 +119,12 @@ class SparseFeedForward(nnx.Module):
             ordered = self.batch_invariant
             update = sum_in_device_order(update) if ordered else device_sum(update, MESH_AXIS)
         return update[None]
+
+    def router_logits(self, x: Float[Array, "T D"], backend: Backend) -> Float32[Array, "T E"]:
+        """Return the router's logits of all experts for each row."""
+        return router_logits(
+            x, self.router[...], backend=backend, batch_invariant=self.batch_invariant
+        )
 
     def add_norm(
         self,

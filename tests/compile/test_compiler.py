@@ -42,6 +42,7 @@ SMALL = {
 }
 LLAMA = {**SHAPES["llama-3.1-8b"], **SMALL, "head_dim": 32, "intermediate_size": 96}
 QWEN2 = {**UNRECORDED["qwen2.5-1.5b"], **SMALL, "intermediate_size": 96}
+QWEN3_MOE = {**UNRECORDED["qwen3-30b-a3b"], **SMALL, "num_experts": 4, "num_experts_per_tok": 2}
 OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32}
 
 
@@ -231,14 +232,15 @@ def test_process_measures_gemms_if_another_process_holds_the_lock_too_long(
 
 @pytest.mark.parametrize(
     ("config", "programs", "products"),
-    [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4)],
-    ids=["gpt2", "opt", "llama", "qwen2"],
+    [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4), (QWEN3_MOE, 3, 3)],
+    ids=["gpt2", "opt", "llama", "qwen2", "qwen3_moe"],
 )
 def test_all_gemms_of_a_layer_and_the_head_are_measured(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
     """A layer has four GEMMs. One computes queries, keys and values, one computes the attention
-    output, and two are in the feed-forward network."""
+    output, and two are in the feed-forward network. With experts, XLA computes only the router of
+    the feed-forward network."""
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:
