@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +97,12 @@ class ModelPlan:
         Raises:
             CheckpointError: A file can no longer be read, or holds an invalid scale.
         """
-        global_specs = model_parameters(self.abstract_model)
-        shard_specs = {
-            path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
-            for path, it in global_specs.items()
-        }
         devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
         shards = [
             DeviceShard(
                 device,
-                shard_specs,
-                {path: self.device_slices(path, device_index) for path in shard_specs},
+                self._shard_specs,
+                {path: self.device_slices(path, device_index) for path in self._shard_specs},
             )
             for device_index, device in enumerate(devices)
         ]
@@ -117,13 +113,22 @@ class ModelPlan:
         else:
             for shard in shards:
                 shard.fill_random(self.unsharded_specs, self._seed)
+        global_specs = model_parameters(self.abstract_model)
         arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
         return with_parameters(self.abstract_model, arrays)
+
+    @cached_property
+    def _shard_specs(self) -> ParameterSpecs:
+        """Shapes and dtypes of the parameters on one device, by path."""
+        return {
+            path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
+            for path, it in model_parameters(self.abstract_model).items()
+        }
 
     def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
         """Return the boxes (rectangular parts) of an unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
-        shard_shape = per_device_shape(model_parameters(self.abstract_model)[path])
+        shard_shape = self._shard_specs[path].shape
         unsharded_shape, parts = self.unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")
         projection, shard_projection = (
