@@ -55,6 +55,7 @@ TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
 TO_REACH_EMBEDDED = {"cold": 10, "warm": 10}
 TO_REACH_ON_SEVERAL = {"cold": 60, "warm": 15}
 TO_REACH_FP8 = {"cold": 45, "warm": 15}
+TO_REACH_SPARSE = {"cold": 60}
 
 PHASES = {
     "imports": "imports",
@@ -109,6 +110,7 @@ class Kind(NamedTuple):
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
         limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
+        limits["qwen3-30b-a3b"] = TO_REACH_SPARSE
         return limits.get(self.model, TO_REACH if self.form == "bf16" else TO_REACH_FP8)
 
     @property
