@@ -36,6 +36,7 @@ from bench.common import (
     AS_VLLM,
     FORMATS,
     SHAPES,
+    SPARSE,
     UNRECORDED,
     add_format_option,
     labelled,
@@ -110,7 +111,7 @@ class Kind(NamedTuple):
         if self.num_devices > 1:
             return TO_REACH_ON_SEVERAL
         limits = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
-        limits["qwen3-30b-a3b"] = TO_REACH_SPARSE
+        limits |= dict.fromkeys(SPARSE, TO_REACH_SPARSE)
         return limits.get(self.model, TO_REACH if self.form == "bf16" else TO_REACH_FP8)
 
     @property

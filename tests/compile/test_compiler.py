@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench.common import SHAPES, UNRECORDED
+from bench.common import SHAPES, SPARSE, UNRECORDED
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import (
     CUBLAS_AUTOTUNING,
@@ -44,7 +44,7 @@ SMALL = {
 }
 LLAMA = {**SHAPES["llama-3.1-8b"], **SMALL, "head_dim": 32, "intermediate_size": 96}
 QWEN2 = {**UNRECORDED["qwen2.5-1.5b"], **SMALL, "intermediate_size": 96}
-QWEN3_MOE = {**UNRECORDED["qwen3-30b-a3b"], **SMALL, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {**SPARSE["qwen3-30b-a3b"], **SMALL, "num_experts": 4, "num_experts_per_tok": 2}
 OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32}
 
 

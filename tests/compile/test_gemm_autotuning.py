@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jaxlib
 import pytest
 
-from bench.common import SHAPES
+from bench.common import SHAPES, SPARSE
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import EMPTY_RECORD, GemmRecord, read_record, weights_digest
 from jpaged.models.registry import read_model_config
@@ -130,7 +130,7 @@ def test_shipped_gemm_measurements_include_all_gemms_of_the_published_models():
     for record in records:
         assert record.rows
         assert all(record.results.values())
-        for shape in SHAPES:
+        for shape in (*SHAPES, *SPARSE):
             for model, rows in rows_measured(shape).items():
                 assert record.rows[model] == rows
 
