@@ -13,19 +13,20 @@ from tabulate import tabulate
 RESULTS = Path(__file__).parent / "results"
 
 
-def _commit() -> str:
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, with the suffix "-dirty" if files have changed."""
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parent,
+        cwd=folder,
     )
     return found.stdout.strip() or "unknown"
 
 
 # Read the commit at import, because the repository may change during a long run.
-COMMIT = _commit()
+COMMIT = commit_of(Path(__file__).parent)
 
 
 def record(
