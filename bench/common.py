@@ -87,7 +87,8 @@ SPARSE: dict[str, dict] = {
         "tie_word_embeddings": False,
     },
 }
-"""Published shapes with experts. Benchmarks run them only if `--model` or `--shape` names them."""
+"""Shapes of published models with experts. Benchmarks run them only if `--model` or `--shape` names
+them."""
 
 _QWEN2_5 = {
     "model_type": "qwen2",

@@ -1,9 +1,9 @@
 """Compare two checkouts of jpaged on one GPU (`python -m bench.pairs OTHER_CHECKOUT`).
 
-Each checkout serves the same requests in an engine of its own, in a process of its own. The engines
-share the GPU, and run one after the other in alternating order, so a change of the machine's speed
-affects both. The ratio of a case is the median of (seconds of this checkout / seconds of the
-other), over all pairs of runs. The target is a ratio of at most 1.015.
+Each checkout runs an engine in a separate process, and both engines serve the same requests. Both
+engines stay loaded on the GPU, and serve in turn. The order alternates, so a change in the
+machine's speed affects both. The ratio of a case is the median of (seconds of this checkout /
+seconds of the other checkout), over all pairs of runs. The target is a ratio of at most 1.015.
 """
 
 import argparse
@@ -15,16 +15,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from bench.common import ALL_SHAPES, EMBEDDED
 from bench.compare import parse_arguments
 from bench.records import commit_of, print_table, record
 
 THIS_CHECKOUT = Path(__file__).parent.parent
-MARK = 1.015
-CASES = {"A": (256, 128, 128), "C": (1, 128, 400), "D": (64, 1024, 64)}
-"""Maps a case to its number of requests, and the numbers of tokens of a prompt and of an answer."""
+MAX_RATIO = 1.015
+CASES = {
+    "many requests": (256, 128, 128),
+    "one request": (1, 128, 400),
+    "long prompts": (64, 1024, 64),
+}
+"""Maps a case to (number of requests, tokens per prompt, tokens per answer)."""
 
 OPTIONS = {"gpu_memory_utilization": 0.42, "max_num_batched_tokens": 2048}
 
@@ -52,7 +56,7 @@ class Worker:
 
     Args:
         checkout: Folder of the checkout.
-        shape: Model of the engine.
+        shape: Key of `ALL_SHAPES`, or `EMBEDDED`.
         options: Options of the engine.
     """
 
@@ -69,27 +73,28 @@ class Worker:
             text=True,
         )
 
-    def wait(self) -> str:
-        """Return the next line that the process prints.
+    def read_line(self) -> str:
+        """Wait for the next line that the process prints, and return it.
 
         Raises:
             RuntimeError: The process has ended.
         """
-        line = self._process.stdout.readline() if self._process.stdout else ""
+        line = cast(IO[str], self._process.stdout).readline()
         if not line:
-            raise RuntimeError(f"the engine of {self._checkout} has ended: see the log above")
+            raise RuntimeError(
+                f"the process of {self._checkout} ended early: its output above has the error"
+            )
         return line
 
     def run(self, sizes: tuple[int, int, int], seed: int) -> float:
-        """Serve the requests of a case, and return the seconds."""
-        if self._process.stdin is None:
-            raise RuntimeError("the process has no stdin")
-        self._process.stdin.write(json.dumps([*sizes, seed]) + "\n")
-        self._process.stdin.flush()
-        return float(self.wait())
+        """Let the engine serve the requests of a case (see `CASES`), and return the seconds."""
+        stdin = cast(IO[str], self._process.stdin)
+        stdin.write(json.dumps([*sizes, seed]) + "\n")
+        stdin.flush()
+        return float(self.read_line())
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -97,7 +102,7 @@ class Worker:
 def measure(
     other: Path, shape: str, num_pairs: int, cases: dict[str, tuple[int, int, int]], **options: Any
 ) -> list[dict[str, Any]]:
-    """Return one row per case. The first pair of runs warms up, and is not counted.
+    """Return one row per case. The first pair of runs of each case is a warm-up, and not counted.
 
     Args:
         other: Folder of the other checkout.
@@ -111,24 +116,27 @@ def measure(
         for worker in workers:
             stack.callback(worker.close)
         for worker in workers:
-            worker.wait()
-        found: dict[str, list[list[float]]] = {case: [] for case in cases}
+            worker.read_line()
+        seconds_of: dict[str, list[list[float]]] = {case: [] for case in cases}
         for pair in range(num_pairs + 1):
             for case, sizes in cases.items():
                 seconds = [0.0, 0.0]
                 for index in (0, 1) if pair % 2 else (1, 0):
                     seconds[index] = workers[index].run(sizes, pair)
                 if pair:
-                    found[case].append(seconds)
-    return [{"model": shape, "case": case, **summary(found[case])} for case in cases]
+                    seconds_of[case].append(seconds)
+    return [{"model": shape, "case": case, **summarize(seconds_of[case])} for case in cases]
 
 
-def summary(pairs: list[list[float]]) -> dict[str, Any]:
-    """Return the median seconds of both checkouts, and the median ratio of the pairs."""
-    ratio = statistics.median(after / before for before, after in pairs)
-    before_s, after_s = (statistics.median(each) for each in zip(*pairs, strict=True))
-    row = {"before_s": before_s, "after_s": after_s, "ratio": ratio, "pairs": len(pairs)}
-    return row | {"to_reach": MARK, "reached": ratio <= MARK}
+def summarize(pairs: list[list[float]]) -> dict[str, Any]:
+    """Return a row with the median seconds of both checkouts, and the median ratio of the pairs.
+
+    A pair is (seconds of the other checkout, seconds of this checkout).
+    """
+    ratio = statistics.median(this / other for other, this in pairs)
+    other_s, this_s = (statistics.median(each) for each in zip(*pairs, strict=True))
+    row = {"other_s": other_s, "this_s": this_s, "ratio": ratio, "pairs": len(pairs)}
+    return row | {"to_reach": MAX_RATIO, "reached": ratio <= MAX_RATIO}
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -157,7 +165,7 @@ def main() -> None:
         parser.error(f"--pairs is {args.pairs}: pass 1 or more")
     found = [*rows(args)]
     print_table(found)
-    print(record("pairs", found, by=("model", "case"), before=commit_of(args.other)))
+    print(record("pairs", found, by=("model", "case"), other_commit=commit_of(args.other)))
 
 
 if __name__ == "__main__":

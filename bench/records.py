@@ -14,7 +14,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of a checkout, with the suffix "-dirty" if files have changed."""
+    """Return the commit of a checkout, with the suffix "-dirty" if it has uncommitted changes.
+
+    Return "unknown" if the folder is in no git repository.
+    """
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,

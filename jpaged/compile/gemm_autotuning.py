@@ -84,8 +84,11 @@ class Compiler:
 
 
 class CublasCompiler(Compiler):
-    """Compiles programs whose matrix products have no shipped measurements. While XLA compiles a
-    program with many rows, it measures the algorithms of cuBLASLt for each matrix product."""
+    """Compiles programs whose matrix products have no shipped measurements.
+
+    While XLA compiles a program of at least `MIN_MEASURED_ROWS` rows, it measures the algorithms of
+    cuBLASLt for each matrix product.
+    """
 
     key = "unrecorded"
 
@@ -209,7 +212,8 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[GemmStep]:
             yield layer, lambda it, x: it.mlp.intermediate(x, backend), [width]
             yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
         else:
-            # On a GPU, kernels of jpaged compute the experts. Compiling the kernels takes seconds.
+            # Measure only the router: on a GPU, kernels of jpaged compute the experts, and these
+            # kernels take seconds to compile.
             yield layer, lambda it, x: it.mlp.router_logits(x, backend), [width]
 
 
@@ -278,8 +282,8 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
             the programs, or the device is a CPU.
 
     Returns:
-        A `Compiler` or an `AutotuningCompiler`. For a user's model, whose layers are unknown, the
-        result is a `Compiler` or a `CublasCompiler`.
+        A `Compiler` if `has_gemm_record` is set. Otherwise an `AutotuningCompiler` for a built-in
+        model, or a `CublasCompiler` for a user's model, whose layers are unknown.
     """
     if has_gemm_record:
         return Compiler()

@@ -76,7 +76,7 @@ class LoweredPool:
         num_workers: Number of workers; 0 if the engine's process compiles all programs.
         store: Store through which workers get the programs.
         settings: Settings of JAX for the workers.
-        compiler: Compiler of the engine. The workers use the same options of XLA.
+        compiler: Compiler of the engine. The workers compile with the XLA options that it returns.
         report: Function that receives lines of text about the start.
     """
 

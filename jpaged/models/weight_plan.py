@@ -119,7 +119,7 @@ class ModelPlan:
 
     @cached_property
     def _shard_specs(self) -> ParameterSpecs:
-        """Shapes and dtypes of the parameters on one device, by path."""
+        """Shape and dtype of each parameter's shard on one device, by path."""
         return {
             path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
             for path, it in model_parameters(self.abstract_model).items()

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.pairs import THIS_CHECKOUT, Worker, measure, summary
+from bench.pairs import THIS_CHECKOUT, Worker, measure, summarize
 
 
-def test_ratio_is_the_median_of_the_ratios_of_the_pairs():
-    row = summary([[1.0, 1.1], [2.0, 2.0], [4.0, 3.0]])
-    assert (row["before_s"], row["after_s"], row["pairs"]) == (2.0, 2.0, 3)
+def test_ratio_of_a_case_is_the_median_ratio_of_its_pairs():
+    row = summarize([[1.0, 1.1], [2.0, 2.0], [4.0, 3.0]])
+    assert (row["other_s"], row["this_s"], row["pairs"]) == (2.0, 2.0, 3)
     assert (row["ratio"], row["reached"]) == (1.0, True)
-    assert not summary([[1.0, 1.02]])["reached"]
+    assert not summarize([[1.0, 1.02]])["reached"]
 
 
-def test_ended_worker_is_an_error_that_names_the_checkout(tmp_path: Path):
+def test_error_names_the_checkout_whose_process_has_ended(tmp_path: Path):
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "__init__.py").write_text("raise SystemExit(1)")
     worker = Worker(tmp_path, "embedded", {})
-    with pytest.raises(RuntimeError, match=f"the engine of {tmp_path} has ended"):
-        worker.wait()
+    with pytest.raises(RuntimeError, match=f"the process of {tmp_path} ended early"):
+        worker.read_line()
     worker.close()
 
 

@@ -125,7 +125,7 @@ def test_options_of_a_program_are_added_to_the_compiler_options(
     ]
 
 
-def test_products_of_a_user_model_are_measured_in_its_programs(measured: list):
+def test_gemms_of_a_user_model_are_measured_while_its_programs_compile(measured: list):
     compiler, lowered = (
         make_compiler(nnx.Module(), Backend.XLA, has_gemm_record=False),
         FakeLowered(),
@@ -251,8 +251,8 @@ def test_all_gemms_of_a_layer_and_the_head_are_measured(
     config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
 ):
     """A layer has four GEMMs. One computes queries, keys and values, one computes the attention
-    output, and two are in the feed-forward network. With experts, XLA computes only the router of
-    the feed-forward network."""
+    output, and two are in the feed-forward network. A layer with experts has three GEMMs,
+    because kernels of jpaged compute the experts."""
     texts: list[str] = []
 
     def compile_(self: Any, options: dict) -> None:

@@ -236,7 +236,7 @@ from jpaged import Engine, SamplingParams
 from jpaged.compile import compilation
 from tests.compile.test_jax_model_store import MODEL, params
 
-# As on a GPU, no shipped measurements cover the products: all programs need XLA's options.
+# As on a GPU, each program gets options of XLA, because no measurements are shipped for it.
 compilation.is_autotuned = lambda *_: False
 limits = {"num_blocks": 9, "max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 64}
 arrays = params()

@@ -37,7 +37,7 @@ from jpaged.models.sizes import JaxModelSizes
 
 pytestmark = pytest.mark.gpu2
 
-VOCAB_SIZE = 128  # two devices split the table; kernels for Hopper GPUs need multiples of 64 rows
+VOCAB_SIZE = 128  # half of the embedding table has a multiple of 64 rows, as Hopper kernels need
 
 
 class Sizes(NamedTuple):
