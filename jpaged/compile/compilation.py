@@ -85,7 +85,7 @@ class Compilation:
             # single device.
             can_use_workers = len(devices) == 1 and has_writable_cache() and can_start_python()
             count = count if can_use_workers else 0
-            self._workers = LoweredPool(count, store, EngineSettings.read(), compiler, report)
+            self._workers = LoweredPool(count, store, EngineSettings.read(), report)
             self._stack = ExitStack()
             return
         jobs = []

@@ -8,7 +8,7 @@ shapes of their weights, and the numbers of rows of these GEMMs.
 
 Without a record, XLA would measure many algorithms for every GEMM and for many other fusions. Only
 one process at a time can measure on a device, so the measurements would take most of the time of a
-first start. `CublasCompiler` therefore lets XLA measure only GEMMs with many rows, and only the
+first start. `AutotuningCompiler` therefore measures only GEMMs with many rows, and only the
 algorithms of cuBLASLt: with many rows, cuBLASLt's default algorithm can be much slower than the
 best one. With fewer rows, a step with default algorithms is as fast (docs/decisions/0013). All
 other fusions use XLA's native kernels.
@@ -69,10 +69,6 @@ class Compiler:
     """Name of the compiler, for `ProgramBuilder.workspace`. Different compilers make different
     programs from the same text, so the workspace is stored for each compiler."""
 
-    def options(self, recipe: Recipe) -> CompilerOptions:
-        """Return XLA's options for a program."""
-        return dict(recipe.options)
-
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """Compile a lowered program, and return the executable.
 
@@ -80,27 +76,11 @@ class Compiler:
             recipe: Recipe of the program.
             lowered: Result of `recipe.lower`.
         """
-        return lowered.compile(self.options(recipe))
+        return lowered.compile(dict(recipe.options))
 
 
-class CublasCompiler(Compiler):
+class AutotuningCompiler(Compiler):
     """Compiles programs whose matrix products have no shipped measurements.
-
-    While XLA compiles a program of at least `MIN_MEASURED_ROWS` rows, it measures the algorithms of
-    cuBLASLt for each matrix product.
-    """
-
-    key = "unrecorded"
-
-    @override
-    def options(self, recipe: Recipe) -> CompilerOptions:
-        _, rows = recipe.gemm_key or ("none", 0)
-        measured = CUBLAS_AUTOTUNING if rows >= MIN_MEASURED_ROWS else NO_AUTOTUNING
-        return {**recipe.options, **measured}
-
-
-class AutotuningCompiler(CublasCompiler):
-    """Compiles programs of a built-in model whose matrix products have no shipped measurements.
 
     Before the first program with a new number of rows is compiled, its matrix products are measured
     in separate programs. A lock file in `folder` lets only one process measure at a time:
@@ -114,6 +94,8 @@ class AutotuningCompiler(CublasCompiler):
         backend: Implementation of the kernels.
         folder: Folder in which XLA keeps its measurements; None if XLA keeps them in memory.
     """
+
+    key = "unrecorded"
 
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
@@ -129,10 +111,11 @@ class AutotuningCompiler(CublasCompiler):
     @override
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         _, rows = recipe.gemm_key or ("none", 0)
-        if rows >= MIN_MEASURED_ROWS:
-            self._measure("layer", rows)
-            self._measure("head", recipe.num_logits_rows)
-        return super().compile(recipe, lowered)
+        if rows < MIN_MEASURED_ROWS:
+            return lowered.compile({**recipe.options, **NO_AUTOTUNING})
+        self._measure("layer", rows)
+        self._measure("head", recipe.num_logits_rows)
+        return lowered.compile({**recipe.options, **CUBLAS_AUTOTUNING})
 
     def _measure(self, part: str, rows: int) -> None:
         done = (self._folder or Path()) / f"{self._digest}-{part}-{rows}.measured"
@@ -282,13 +265,11 @@ def make_compiler(model: nnx.Module, backend: Backend, *, has_gemm_record: bool)
             the programs, or the device is a CPU.
 
     Returns:
-        A `Compiler` if `has_gemm_record` is set. Otherwise an `AutotuningCompiler` for a built-in
-        model, or a `CublasCompiler` for a user's model, whose layers are unknown.
+        A `Compiler` or an `AutotuningCompiler`. For a user's model, the result is always a
+        `Compiler`.
     """
-    if has_gemm_record:
+    if has_gemm_record or not isinstance(model, Decoder):
         return Compiler()
-    if not isinstance(model, Decoder):
-        return CublasCompiler()
     cache = jax.config.values["jax_compilation_cache_dir"]
     folder = None if cache is None or "://" in cache else autotuning_folder(Path(cache))
     return AutotuningCompiler(model, backend, folder)

@@ -21,7 +21,6 @@ import jax
 from jax import export
 
 from jpaged.compile.builder import store_program
-from jpaged.compile.gemm_autotuning import Compiler, CompilerOptions
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore, read_payload
 from jpaged.compile.workers import NICENESS, EngineSettings, apply_settings, from_json, to_json
@@ -43,7 +42,7 @@ class LoweredProgram:
     name: str
     path: str
     donate: list[str]
-    options: CompilerOptions
+    options: dict[str, str]
 
     def compile(self) -> None:
         """Compile the program. JAX then stores the executable in its cache of compiled programs.
@@ -76,7 +75,6 @@ class LoweredPool:
         num_workers: Number of workers; 0 if the engine's process compiles all programs.
         store: Store through which workers get the programs.
         settings: Settings of JAX for the workers.
-        compiler: Compiler of the engine. The workers compile with the XLA options that it returns.
         report: Function that receives lines of text about the start.
     """
 
@@ -85,13 +83,11 @@ class LoweredPool:
         num_workers: int,
         store: ProgramStore | None,
         settings: EngineSettings,
-        compiler: Compiler,
         report: Callable[[str], None],
     ):
         self.processes: list[Child] = []
         self._num_workers = 0 if store is None else num_workers
         self._store, self._settings, self._report = store, settings, report
-        self._compiler = compiler
         self._messages: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
         self._listeners = ThreadPoolExecutor(num_workers or 1)
         self._start_lock, self._closed = threading.Lock(), False
@@ -177,7 +173,7 @@ class LoweredPool:
         if not store_program(recipe, store):
             self._is_refused = self._is_refused or calls_user
             return False
-        path, options = str(store.path(recipe.key)), self._compiler.options(recipe)
+        path, options = str(store.path(recipe.key)), dict(recipe.options)
         program = LoweredProgram(repr(recipe.name), path, list(recipe.donate), options)
         _send(self.processes[worker], program)
         return True

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from bench.common import SHAPES, SPARSE, UNRECORDED
 from jpaged.compile import gemm_autotuning
@@ -24,7 +23,6 @@ from jpaged.compile.gemm_autotuning import (
     NO_AUTOTUNING,
     AutotuningCompiler,
     Compiler,
-    make_compiler,
     measure_gemms,
 )
 from jpaged.compile.recipes import SYNCHRONOUS_COLLECTIVES, Recipe
@@ -123,16 +121,6 @@ def test_options_of_a_program_are_added_to_the_compiler_options(
         {**(NO_AUTOTUNING if rows < MIN_MEASURED_ROWS else CUBLAS_AUTOTUNING), "own": 1},
         {"own": 1},
     ]
-
-
-def test_gemms_of_a_user_model_are_measured_while_its_programs_compile(measured: list):
-    compiler, lowered = (
-        make_compiler(nnx.Module(), Backend.XLA, has_gemm_record=False),
-        FakeLowered(),
-    )
-    compiler.compile(decode("decode", 8), lowered)
-    compiler.compile(prefill(512, 8), lowered)
-    assert (lowered.options, measured) == ([NO_AUTOTUNING, CUBLAS_AUTOTUNING], [])
 
 
 def test_tensor_parallel_programs_use_synchronous_collectives(monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpaged import Engine, JaxModel, SamplingParams
 from jpaged.compile import lowered_workers
 from jpaged.compile.builder import lower, store_program
-from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.lowered_workers import LoweredPool
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.store import open_program_store
@@ -233,11 +232,8 @@ jax.monitoring.register_event_listener(lambda name, **_: events.update([name.spl
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 from jpaged import Engine, SamplingParams
-from jpaged.compile import compilation
 from tests.compile.test_jax_model_store import MODEL, params
 
-# As on a GPU, each program gets options of XLA, because no measurements are shipped for it.
-compilation.is_autotuned = lambda *_: False
 limits = {"num_blocks": 9, "max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 64}
 arrays = params()
 events.clear()
@@ -281,12 +277,12 @@ def test_engine_compiles_the_programs_of_a_killed_worker(
     found = recipes(MODEL, 8)
     needed = [found["load_bias", None], found["load_rows", None], found["copy_blocks", None]]
     runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)
-    with LoweredPool(1, store, EngineSettings({}, {}), Compiler(), print) as pool:
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:
         yielded = pool.iter_compiled(needed, runtime, ignore_progress)
         assert {it.name for it in yielded} == {it.name for it in needed}
         assert len(pool.processes) == 1
     assert all(store_program(it, store) for it in needed)
-    with LoweredPool(1, store, EngineSettings({}, {}), Compiler(), print) as pool:  # a warm start
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:  # a warm start
         assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
         assert not pool.processes
 
@@ -310,6 +306,6 @@ def test_worker_pool_stops_tracing_user_functions_after_a_failed_export(
     found = recipes(MODEL)
     needed = [found[name] for name in (DECODE, ("load_bias", None), LARGE_DECODE, SCORE)]
     runtime = RuntimeConfig(16, 9, 64, 8, 512, VOCAB_SIZE, Backend.XLA)
-    with LoweredPool(1, store, EngineSettings({}, {}), Compiler(), print) as pool:
+    with LoweredPool(1, store, EngineSettings({}, {}), print) as pool:
         assert [*pool.iter_compiled(needed, runtime, ignore_progress)] == needed
     assert tried == [DECODE, ("load_bias", None)]
