@@ -89,8 +89,9 @@ class Worker:
     def run(self, sizes: tuple[int, int, int], seed: int) -> float:
         """Let the engine serve the requests of a case (see `CASES`), and return the seconds."""
         stdin = cast(IO[str], self._process.stdin)
-        stdin.write(json.dumps([*sizes, seed]) + "\n")
-        stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # `read_line` then raises an error
+            stdin.write(json.dumps([*sizes, seed]) + "\n")
+            stdin.flush()
         return float(self.read_line())
 
     def close(self) -> None:
@@ -112,9 +113,10 @@ def measure(
         options: Options of the engines.
     """
     with contextlib.ExitStack() as stack:
-        workers = [Worker(checkout, shape, options) for checkout in (other, THIS_CHECKOUT)]
-        for worker in workers:
-            stack.callback(worker.close)
+        workers = list[Worker]()
+        for checkout in (other, THIS_CHECKOUT):
+            workers.append(Worker(checkout, shape, options))
+            stack.callback(workers[-1].close)
         for worker in workers:
             worker.read_line()
         seconds_of: dict[str, list[list[float]]] = {case: [] for case in cases}
@@ -141,8 +143,10 @@ def summarize(pairs: list[list[float]]) -> dict[str, Any]:
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row per model and case."""
+    other_commit = commit_of(args.other)
     for shape in args.model:
-        yield from measure(args.other, shape, args.pairs, CASES, **OPTIONS)
+        for row in measure(args.other, shape, args.pairs, CASES, **OPTIONS):
+            yield row | {"other_commit": other_commit}
 
 
 def main() -> None:
@@ -165,7 +169,7 @@ def main() -> None:
         parser.error(f"--pairs is {args.pairs}: pass 1 or more")
     found = [*rows(args)]
     print_table(found)
-    print(record("pairs", found, by=("model", "case"), other_commit=commit_of(args.other)))
+    print(record("pairs", found, by=("model", "case")))
 
 
 if __name__ == "__main__":

@@ -239,7 +239,9 @@ def row(which: str, kind: Kind, figures: dict) -> dict:
     limit, seconds = kind.limits.get(which), figures["first_token_s"]
     reached = None if limit is None else seconds <= limit
     marks = {"to_reach": limit, "vllm": kind.vllm, "reached": reached}
-    first = {"first_token_s": seconds, "processors": os.cpu_count()}
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    first = {"first_token_s": seconds, "processors": processors}
     return {"start": which, **kind.label, **first, **marks, **figures}
 
 

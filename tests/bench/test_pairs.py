@@ -20,6 +20,8 @@ def test_error_names_the_checkout_whose_process_has_ended(tmp_path: Path):
     worker = Worker(tmp_path, "embedded", {})
     with pytest.raises(RuntimeError, match=f"the process of {tmp_path} ended early"):
         worker.read_line()
+    with pytest.raises(RuntimeError, match="ended early"):
+        worker.run((1, 8, 4), seed=0)
     worker.close()
 
 

@@ -38,6 +38,8 @@ def test_startup_row_says_whether_the_target_is_reached():
     assert not row("cold", Kind("embedded"), {"first_token_s": 39.0})["reached"]
     assert row("cold", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
     assert not row("warm", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
+    assert not row("cold", Kind("qwen3-30b-a3b"), {"first_token_s": 60.1})["reached"]
+    assert row("warm", Kind("qwen3-30b-a3b"), {"first_token_s": 60.1})["reached"] is None
 
 
 def test_weight_format_and_number_of_gpus_set_the_target_time_and_engine_options(tmp_path: Path):

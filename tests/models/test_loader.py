@@ -257,6 +257,27 @@ def test_dummy_weights_need_no_folder_and_depend_only_on_the_seed():
     assert not np.array_equal(first["layers.0.qkv"], first["layers.1.qkv"])
 
 
+def test_number_of_traversals_of_the_model_does_not_depend_on_its_layers(monkeypatch):
+    """A traversal takes as long as the model has parameters. With one traversal per parameter, the
+    time to load a model would grow with the square of its layers."""
+    calls = list[nnx.Module]()
+
+    def count(model):
+        calls.append(model)
+        return model_parameters(model)
+
+    monkeypatch.setattr(weight_plan, "model_parameters", count)
+
+    def num_traversals(num_layers):
+        config = read_model_config(SIZES | {"model_type": "llama", "num_hidden_layers": num_layers})
+        plan = plan_model("/nowhere", config, dtype=jnp.float32, load_format="dummy")
+        calls.clear()
+        plan.load()
+        return len(calls)
+
+    assert num_traversals(1) == num_traversals(3)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
