@@ -80,20 +80,13 @@ def _kernel(items, weight_ref, x_scale_ref, weight_scale_ref, *, weight_smem):
     # With two consumers, the loader gives some of its registers to the consumers, for their sums.
     pipeline = items.pipeline(num_steps, moves_registers=items.config.num_consumers > 1)
 
-    def load(item, step, stage):
+    def load_weights(item, step, stage):
         depth_slice = pl.ds(step * GROUP_DEPTH, GROUP_DEPTH)
         for block, (factor, offset) in enumerate(blocks):
             first = (item.expert * num_factors + factor) * width + item.column + offset
             stage.copy(weight_ref.at[pl.ds(first, block_outputs), depth_slice], weight_smem, block)
-        if items.is_gated:
-            items.gather_rows(item, step, stage)
-        else:
-            items.copy_rows(item, depth_slice, stage)
 
-    @pipeline.loader
-    def _load():
-        pipeline.load_tiles(load)
-        items.finish_gathers(pipeline)
+    items.run_loader(pipeline, load_weights)
 
     @pipeline.consumers
     def _compute():

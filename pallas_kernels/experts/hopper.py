@@ -165,15 +165,11 @@ def _kernel(items, weight_ref, *, weight_smem):
     moves_registers = num_consumers > 1 and tile_rows * num_blocks > 128
     pipeline = items.pipeline(depth // TILE, moves_registers=moves_registers)
 
-    def load(item, step, stage):
+    def load_weights(item, step, stage):
         depth_slice = pl.ds(item.expert * depth + step * TILE, TILE)
         for block, consumer in itertools.product(range(num_blocks), range(num_consumers)):
             first = item.column + block * block_stride + consumer * TILE
             stage.copy(weight_ref.at[depth_slice, pl.ds(first, TILE)], weight_smem, block, consumer)
-        if items.is_gated:
-            items.gather_rows(item, step, stage)
-        else:
-            items.copy_rows(item, pl.ds(step * TILE, TILE), stage)
 
     def operands(stage):
         x_tile = items.x_views[0].at[stage].transpose((1, 0))
@@ -188,11 +184,7 @@ def _kernel(items, weight_ref, *, weight_smem):
             results, item, lambda block: item.column + block * block_stride + consumer * TILE
         )
 
-    @pipeline.loader
-    def _load():
-        pipeline.load_tiles(load)
-        items.finish_gathers(pipeline)
-
+    items.run_loader(pipeline, load_weights)
     pipeline.consumers(lambda: pipeline.compute_tiles(compute))
 
 
@@ -281,12 +273,32 @@ class ProgramItems:
         registers = (56, 224) if moves_registers else None
         return pipelines.Pipeline(self.ring, num_steps, num_tiles, locate, registers)
 
-    def copy_rows(self, item, depth_slice, stage):
-        """Start to copy the rows of a work item's tile from x, which is sorted by expert."""
-        rows = pl.ds(item.row, self.config.tile_rows)
-        stage.copy(self.x_ref.at[rows, depth_slice], self.x_views[1])
+    def run_loader(self, pipeline, load_weights):
+        """Load the rows and the weights of all work items, in the loader warpgroup.
 
-    def gather_rows(self, item, step, stage):
+        Args:
+            pipeline: Result of `self.pipeline`.
+            load_weights: Function that starts to copy the weights of one step. See
+                `Pipeline.load_tiles` for the arguments.
+        """
+
+        def load(item, step, stage):
+            load_weights(item, step, stage)
+            if self.is_gated:
+                self._gather_rows(item, step, stage)
+                return
+            rows = pl.ds(item.row, self.config.tile_rows)
+            stage_depth = self.x_ref.shape[1] // pipeline.num_steps
+            depth_slice = pl.ds(step * stage_depth, stage_depth)
+            stage.copy(self.x_ref.at[rows, depth_slice], self.x_views[1])
+
+        @pipeline.loader
+        def _load():
+            pipeline.load_tiles(load)
+            if self.is_gated:
+                self._finish_gathers(pipeline)
+
+    def _gather_rows(self, item, step, stage):
         """Start to gather the rows of a work item's tile from x, which is not sorted.
 
         Then tell the consumers that the rows of an earlier step are in shared memory.
@@ -300,13 +312,8 @@ class ProgramItems:
             _wait_for_gathers(self._gathers_ahead)
             self._publish(stage.number - self._gathers_ahead)
 
-    def finish_gathers(self, pipeline):
-        """Wait for the last gathers, and tell the consumers that the rows are in shared memory.
-
-        The down GEMM gathers no rows, so the method then does nothing.
-        """
-        if not self.is_gated:
-            return
+    def _finish_gathers(self, pipeline):
+        """Wait for the last gathers, and tell the consumers that the rows are in shared memory."""
         _wait_for_gathers(0)
         total_steps = pipeline.num_tiles * pipeline.num_steps
         first = jnp.maximum(total_steps - self._gathers_ahead, 0)
