@@ -33,7 +33,8 @@ CASES = {
 OPTIONS = {"gpu_memory_utilization": 0.42, "max_num_batched_tokens": 2048}
 
 # A worker reads one line of JSON per run: the number of requests, the tokens of a prompt, the
-# tokens of an answer, and the seed. It prints the seconds of the run.
+# tokens of an answer, and the seed. It prints the seconds of the run. The code uses only functions
+# that older checkouts have too.
 WORKER = """
 import json, sys, time
 from bench.common import make_engine, random_prompts

@@ -239,9 +239,7 @@ def row(which: str, kind: Kind, figures: dict) -> dict:
     limit, seconds = kind.limits.get(which), figures["first_token_s"]
     reached = None if limit is None else seconds <= limit
     marks = {"to_reach": limit, "vllm": kind.vllm, "reached": reached}
-    has_affinity = hasattr(os, "sched_getaffinity")
-    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    first = {"first_token_s": seconds, "processors": processors}
+    first = {"first_token_s": seconds, "processors": len(os.sched_getaffinity(0))}
     return {"start": which, **kind.label, **first, **marks, **figures}
 
 

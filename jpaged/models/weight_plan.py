@@ -97,12 +97,16 @@ class ModelPlan:
         Raises:
             CheckpointError: A file can no longer be read, or holds an invalid scale.
         """
+        shard_specs = {
+            path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
+            for path, it in self._global_specs.items()
+        }
         devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
         shards = [
             DeviceShard(
                 device,
-                self._shard_specs,
-                {path: self.device_slices(path, device_index) for path in self._shard_specs},
+                shard_specs,
+                {path: self.device_slices(path, device_index) for path in shard_specs},
             )
             for device_index, device in enumerate(devices)
         ]
@@ -113,22 +117,20 @@ class ModelPlan:
         else:
             for shard in shards:
                 shard.fill_random(self.unsharded_specs, self._seed)
-        global_specs = model_parameters(self.abstract_model)
-        arrays = {path: _assemble_array(it, shards, path) for path, it in global_specs.items()}
+        arrays = {
+            path: _assemble_array(it, shards, path) for path, it in self._global_specs.items()
+        }
         return with_parameters(self.abstract_model, arrays)
 
     @cached_property
-    def _shard_specs(self) -> ParameterSpecs:
-        """Shape and dtype of each parameter's shard on one device, by path."""
-        return {
-            path: jax.ShapeDtypeStruct(per_device_shape(it), it.dtype)
-            for path, it in model_parameters(self.abstract_model).items()
-        }
+    def _global_specs(self) -> ParameterSpecs:
+        """Shape, dtype and sharding of each global parameter, by path. Listing them takes long."""
+        return model_parameters(self.abstract_model)
 
     def device_slices(self, path: str, device_index: int) -> list[ShardSlice]:
         """Return the boxes (rectangular parts) of an unsharded parameter that a device holds."""
         count = 1 if self.mesh is None else self.mesh.size
-        shard_shape = self._shard_specs[path].shape
+        shard_shape = per_device_shape(self._global_specs[path])
         unsharded_shape, parts = self.unsharded_specs[path].shape, ()
         module_path, _, name = path.rpartition(".")
         projection, shard_projection = (

@@ -301,7 +301,7 @@ class ProgramItems:
     def _gather_rows(self, item, step, stage):
         """Start to gather the rows of a work item's tile from x, which is not sorted.
 
-        Then tell the consumers that the rows of an earlier step are in shared memory.
+        Then signal to the consumers that the rows of an earlier step are in shared memory.
         """
         memory = self.order_ref, self.x_ref, self.x_views[1]
         rows = item.row, item.count
@@ -313,14 +313,14 @@ class ProgramItems:
             self._publish(stage.number - self._gathers_ahead)
 
     def _finish_gathers(self, pipeline):
-        """Wait for the last gathers, and tell the consumers that the rows are in shared memory."""
+        """Wait for the last gathers, and signal to the consumers that their rows are loaded."""
         _wait_for_gathers(0)
         total_steps = pipeline.num_tiles * pipeline.num_steps
         first = jnp.maximum(total_steps - self._gathers_ahead, 0)
         lax.fori_loop(first, total_steps, lambda number, _: self._publish(number), None)
 
     def _publish(self, number):
-        """Tell the consumers that the rows of step `number` are in shared memory."""
+        """Signal to the consumers that the rows of step `number` are in shared memory."""
         stage = lax.rem(number, jnp.int32(self.config.num_stages))
         plgpu.barrier_arrive(self.ring.full.at[stage])
 
